@@ -1,0 +1,1 @@
+"""Newton–Schulz kernels: the mathematics, the three products and their backends."""

@@ -1,0 +1,199 @@
+"""Which backend and configuration runs a problem: the protocol, and the heuristics used when nobody tuned.
+
+`kernels` never imports the tuner. It asks a *chooser* — any object with ``choose(problem)`` — and falls back
+to :func:`heuristic_choice` when that answers ``None``. A chooser is installed by :func:`set_chooser`, or found
+once, at the first call, through the ``dmuon.chooser`` entry point (``DMUON_AUTOTUNE=off`` prevents that).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from dmuon.kernels.precision import PRECISIONS, precision_name
+
+OPERATIONS = ("gram_ns", "gram", "symmetric_product", "apply")
+METHODS = ("gram", "standard")
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing to run and to tune: ``batch`` matrices of m×n (m ≤ n) in one working precision on one device.
+
+    ``coefficients`` names the polynomials of a ``gram_ns`` problem (:attr:`CoefficientSet.key`); the three
+    products leave it empty. ``device`` is the key of :func:`device_key`.
+    """
+
+    op: str
+    batch: int
+    m: int
+    n: int
+    dtype: str
+    device: str
+    coefficients: str = ""
+
+    def __post_init__(self) -> None:
+        if self.op not in OPERATIONS:
+            raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {self.op!r}")
+        if self.dtype not in PRECISIONS:
+            raise ValueError(f"dtype must be one of {', '.join(PRECISIONS)}, got {self.dtype!r}")
+        if min(self.batch, self.m, self.n) < 1:
+            raise ValueError(f"batch, m and n must be at least 1, got {self.batch}, {self.m}, {self.n}")
+        if bool(self.coefficients) != (self.op == "gram_ns"):
+            raise ValueError(f"coefficients belong to gram_ns problems alone, got {self.coefficients!r} for {self.op}")
+
+
+@dataclass(frozen=True)
+class ProductChoice:
+    """The backend of one of the three products, with that backend's configuration (JSON values only)."""
+
+    backend: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NSChoice:
+    """How a whole Newton–Schulz iteration runs.
+
+    ``restarts`` are the 0-based iterations run right after a restart (Gram form only). ``loop`` runs a batch
+    one matrix at a time instead of through batched products.
+    """
+
+    method: str
+    restarts: tuple[int, ...] = ()
+    gram: ProductChoice = ProductChoice("torch")
+    symmetric_product: ProductChoice = ProductChoice("torch")
+    apply: ProductChoice = ProductChoice("torch")
+    loop: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.method == "standard" and self.restarts:
+            raise ValueError(f"restarts belong to the Gram form; the standard form has none, got {self.restarts}")
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The distinct backends used, sorted."""
+        return tuple(sorted({self.gram.backend, self.symmetric_product.backend, self.apply.backend}))
+
+    def to_config(self) -> dict[str, Any]:
+        """JSON form; :meth:`from_config` reads it back."""
+        products = {
+            op: {"backend": choice.backend, **choice.config}
+            for op, choice in (
+                ("gram", self.gram),
+                ("symmetric_product", self.symmetric_product),
+                ("apply", self.apply),
+            )
+        }
+        return {"method": self.method, "restarts": list(self.restarts), "loop": self.loop, **products}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> NSChoice:
+        """Read :meth:`to_config`'s form. Stored configurations are data from outside: every field is checked.
+
+        Raises:
+            ValueError: a field is missing, unknown or of the wrong kind.
+        """
+        expected = {"method", "restarts", "loop", "gram", "symmetric_product", "apply"}
+        if set(config) != expected:
+            raise ValueError(f"an NS configuration has the fields {sorted(expected)}, got {sorted(config)}")
+        restarts, loop = config["restarts"], config["loop"]
+        if not isinstance(restarts, (list, tuple)) or not all(type(k) is int and k >= 1 for k in restarts):
+            raise ValueError(f"restarts must be a list of iterations >= 1, got {restarts!r}")
+        if not isinstance(loop, bool):
+            raise ValueError(f"loop must be true or false, got {loop!r}")
+
+        def product(op: str) -> ProductChoice:
+            value = config[op]
+            if not isinstance(value, Mapping) or not isinstance(value.get("backend"), str):
+                raise ValueError(f"{op} must be an object with a backend, got {value!r}")
+            return ProductChoice(value["backend"], {k: v for k, v in value.items() if k != "backend"})
+
+        return cls(
+            method=config["method"],
+            restarts=tuple(restarts),
+            gram=product("gram"),
+            symmetric_product=product("symmetric_product"),
+            apply=product("apply"),
+            loop=loop,
+        )
+
+
+class Chooser(Protocol):
+    """Answers with the choice for a ``gram_ns`` problem, or ``None`` for "use the heuristics"."""
+
+    def choose(self, problem: Problem) -> NSChoice | None: ...
+
+
+_UNSET: Any = object()
+_chooser: Any = _UNSET
+
+
+def set_chooser(chooser: Chooser | None) -> Chooser | None:
+    """Install ``chooser`` for the process (``None``: heuristics only) and return the one it replaces."""
+    global _chooser
+    previous = None if _chooser is _UNSET else _chooser
+    _chooser = chooser
+    return previous
+
+
+def current_chooser() -> Chooser | None:
+    """The installed chooser; at the first call, the one the ``dmuon.chooser`` entry point names."""
+    global _chooser
+    if _chooser is _UNSET:
+        _chooser = None if os.environ.get("DMUON_AUTOTUNE") == "off" else _discover()
+    chooser: Chooser | None = _chooser
+    return chooser
+
+
+def _discover() -> Chooser | None:
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group="dmuon.chooser"):
+        try:
+            chooser: Chooser = entry.load()()
+            return chooser
+        except Exception as error:
+            warnings.warn(f"tuned choices are not used: {entry.value} failed with {error!r}", stacklevel=4)
+    return None
+
+
+def device_key(device: torch.device | str) -> str:
+    """Name what timings depend on: the processor's or GPU's model and, on a CPU, the thread count."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return f"cuda:{torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu:{_cpu_name()}:{torch.get_num_threads()}"
+    return device.type
+
+
+def _cpu_name() -> str:
+    global _cpu
+    if _cpu is None:
+        _cpu = str(torch.backends.cpu.get_cpu_capability())
+        try:
+            with open("/proc/cpuinfo") as lines:  # noqa: PTH123 - a plain read of a pseudo-file
+                names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+                _cpu = f"{next(names)} {_cpu}"
+        except (OSError, StopIteration):
+            import platform
+
+            _cpu = f"{platform.processor() or platform.machine()} {_cpu}"
+    return _cpu
+
+
+_cpu: str | None = None
+
+
+def problem_of(op: str, X: torch.Tensor, coefficients: str = "") -> Problem:
+    """The problem that a (B, m, n) working tensor poses."""
+    batch, m, n = X.shape
+    return Problem(op, batch, m, n, precision_name(X.dtype), device_key(X.device), coefficients)
