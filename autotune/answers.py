@@ -1,0 +1,145 @@
+"""What stored trials answer: which still hold, which choice is best, what serves a shape nobody timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from dmuon.autotune.versions import valid
+from dmuon.kernels.backends import BACKENDS
+from dmuon.kernels.candidates import plain_choice
+from dmuon.kernels.choose import NSChoice, Problem
+from dmuon.tuning_cache import Trial
+
+NEAR = 2.0
+"""A trial answers for another shape if batch, m and n are each within this factor."""
+
+NEAR_SQUARE = 1.5
+"""n/m below which a shape is nearly square; there Gram form costs accuracy, and its break-even is at 1.5."""
+
+
+def problem_of_trial(trial: Trial) -> Problem:
+    """The problem that ``trial`` tried. Raises ValueError if it is none of ours."""
+    return Problem(trial.op, trial.batch, trial.m, trial.n, trial.dtype, trial.device, trial.coefficients)
+
+
+def choice_of(trial: Trial) -> NSChoice | None:
+    """The choice of an ok trial that may be used now; ``None`` if it is out of date or makes no sense.
+
+    Stored trials are data from outside (a file somebody imported): everything about them is checked.
+    """
+    if trial.op != "gram_ns" or trial.status != "ok" or not valid(trial):
+        return None
+    try:
+        problem = problem_of_trial(trial)
+        choice = NSChoice.from_config(trial.config)
+    except (ValueError, TypeError):
+        return None
+    consistent = "+".join(choice.backends) == trial.backend and _runs_in_range(choice, problem)
+    return choice if consistent and is_legal(choice, problem) else None
+
+
+def is_legal(choice: NSChoice, problem: Problem, *, listed: bool = False) -> bool:
+    """Whether every backend of ``choice`` runs here and takes its configuration.
+
+    ``listed``: each configuration must also be among those its backend offers for this very shape, which is
+    what makes a choice found at another shape safe.
+    """
+    device = torch.device(problem.device.split(":")[0])
+    for op in ("gram", "symmetric_product", "apply"):
+        product = getattr(choice, op)
+        backend = BACKENDS.get(product.backend)
+        if backend is None or backend.unavailable(device) is not None:
+            return False
+        try:
+            backend.check(op, product.config)
+        except ValueError:
+            return False
+        if listed and dict(product.config) not in backend.configs(op, problem.m, problem.n, problem.dtype):
+            return False
+    return True
+
+
+def best_trial(trials: Iterable[Trial]) -> Trial | None:
+    """The fastest of ``trials``, all of one problem and usable.
+
+    Times are comparable within one run (trials with one ``created_at``), and there among the candidates that
+    stayed to the end. Between runs, what counts is the time relative to the plain choice of the same run.
+    """
+    runs: dict[float, list[Trial]] = {}
+    for trial in trials:
+        runs.setdefault(trial.created_at, []).append(trial)
+    winners = [min(_finalists(run), key=_milliseconds) for run in runs.values()]
+    return min(winners, key=lambda trial: _standing(trial, runs[trial.created_at]), default=None)
+
+
+def plain_trial(trials: Iterable[Trial], like: Trial) -> Trial | None:
+    """The trial of the plain choice in the run of ``like``."""
+    plain = plain_choice(problem_of_trial(like)).to_config()
+    return next((t for t in trials if t.created_at == like.created_at and t.config == plain), None)
+
+
+class Answers:
+    """The best usable trial of each problem among ``trials``."""
+
+    def __init__(self, trials: Iterable[Trial]) -> None:
+        usable: dict[Problem, list[Trial]] = {}
+        for trial in trials:
+            if choice_of(trial) is not None:
+                usable.setdefault(problem_of_trial(trial), []).append(trial)
+        self.usable = [trial for group in usable.values() for trial in group]
+        self._best = {problem: best for problem, group in usable.items() if (best := best_trial(group))}
+
+    def exact(self, problem: Problem) -> Trial | None:
+        """The best trial of exactly ``problem``."""
+        return self._best.get(problem)
+
+    def nearest(self, problem: Problem) -> Trial | None:
+        """The best trial of the nearest shape whose choice is legal at ``problem``'s too."""
+        family = (problem.op, problem.dtype, problem.device, problem.coefficients)
+        near = [
+            (gap, other)
+            for other in self._best
+            if (other.op, other.dtype, other.device, other.coefficients) == family
+            and (gap := distance(problem, other)) < math.inf
+        ]
+        for _, other in sorted(near):
+            choice = choice_of(self._best[other])
+            if choice is not None and is_legal(choice, problem, listed=True):
+                return self._best[other]
+        return None
+
+
+def distance(problem: Problem, other: Problem) -> float:
+    """How far apart two shapes are, in log₂; infinite beyond :data:`NEAR` or across :data:`NEAR_SQUARE`."""
+    if (problem.n < NEAR_SQUARE * problem.m) != (other.n < NEAR_SQUARE * other.m):
+        return math.inf
+    steps = [
+        abs(math.log2(mine / theirs))
+        for mine, theirs in ((problem.m, other.m), (problem.n, other.n), (problem.batch, other.batch))
+    ]
+    return math.hypot(*steps) if max(steps) <= math.log2(NEAR) else math.inf
+
+
+def _runs_in_range(choice: NSChoice, problem: Problem) -> bool:
+    """Keys of coefficient sets read name:steps[:more]; a restart lies between two steps."""
+    steps = problem.coefficients.split(":")[1:2]
+    return steps[0].isdecimal() and all(k < int(steps[0]) for k in choice.restarts) if steps else False
+
+
+def _finalists(run: list[Trial]) -> list[Trial]:
+    """Those with at least half the samples of the most sampled: the others were dropped on the way."""
+    most = max(trial.samples for trial in run)
+    return [trial for trial in run if 2 * trial.samples >= most]
+
+
+def _milliseconds(trial: Trial) -> float:
+    return trial.median_ms or math.inf
+
+
+def _standing(winner: Trial, run: list[Trial]) -> tuple[float, float, float]:
+    plain = plain_trial(run, winner)
+    relative = _milliseconds(winner) / _milliseconds(plain) if plain else math.inf
+    return relative, _milliseconds(winner), -winner.created_at

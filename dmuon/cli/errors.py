@@ -1,0 +1,42 @@
+"""From exceptions to exit codes: 0 fine, 1 something failed while working, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+INTERRUPTED = 130
+
+
+class BadInput(click.ClickException):
+    """What was asked cannot be done: one line on stderr, exit code 2."""
+
+    exit_code = 2
+
+
+class WorkFailed(click.ClickException):
+    """It could be asked but did not work out: one line on stderr, exit code 1."""
+
+    exit_code = 1
+
+
+@contextmanager
+def bad_input() -> Iterator[None]:
+    """Turn ValueError and OSError, as our functions raise them for bad arguments and files, into BadInput.
+
+    Wrap what handles the user's input and nothing else, so that a bug still shows its traceback.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # the reader of our output has gone: click ends the program quietly
+    except (ValueError, OSError) as error:
+        raise BadInput(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())

@@ -1,0 +1,69 @@
+"""Options and argument types that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from dmuon.cli.errors import bad_input
+
+if TYPE_CHECKING:
+    from dmuon.tuning_cache import Store
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def store_option(command: Command) -> Command:
+    """``--store PATH``, passed as ``store_path`` (``None``: the default) for :func:`open_store`."""
+    option = click.option(
+        "--store",
+        "store_path",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        help="The store's file.  [default: $DMUON_CACHE, else tuning.db in your cache folder]",
+    )
+    return option(command)
+
+
+def json_option(command: Command) -> Command:
+    """``--json``, passed as ``as_json``."""
+    option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+    return option(command)
+
+
+def open_store(path: Path | None) -> Store:
+    """The store at ``path``, or the default one; it raises where a training run's would go on in memory."""
+    from dmuon.tuning_cache import Store
+
+    with bad_input():
+        return Store(path, strict=True)
+
+
+class ShapeType(click.ParamType):
+    """``768x3072``, either side first → ``(768, 3072)``, the smaller first as problems have it."""
+
+    name = "MxN"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        match = re.fullmatch(r"(\d+)[xX×](\d+)", str(value).strip())
+        if match is None or min(sides := sorted(map(int, match.groups()))) < 1:
+            self.fail(f"{value!r} is not a shape such as 768x3072", param, ctx)
+        return sides[0], sides[1]
+
+
+class AgeType(click.ParamType):
+    """``30d``, ``12h``, ``90m`` or ``45s`` → seconds."""
+
+    name = "AGE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not an age such as 30d, 12h or 90m", param, ctx)
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]

@@ -1,0 +1,203 @@
+"""Parameter groups: checking their options, and splitting each into a Muon half and an AdamW half."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels.coefficients import NAMED, Triple, resolve_coefficients
+from dmuon.kernels.precision import PRECISIONS
+from dmuon.policy import Matrix, MatrixPolicy
+from dmuon.slots import slots_of_named
+
+SHARED = ("lr", "weight_decay", "maximize")
+OPTIONS = {
+    "muon": (*SHARED, "momentum", "nesterov", "adjust_lr", "coefficients", "precision"),
+    "adamw": (*SHARED, "betas", "eps", "fused"),
+}
+"""What a group of each algorithm holds beside ``params``, ``param_names`` and ``algorithm``."""
+
+Matrices = tuple[Matrix, ...]
+
+
+def split_group(
+    group: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    routed: Mapping[Tensor, Matrices],
+    policy: MatrixPolicy,
+) -> tuple[list[dict[str, Any]], dict[Tensor, Matrices]]:
+    """One user's group as torch groups of one algorithm each, Muon first, and the matrices of each parameter.
+
+    Args:
+        group: ``params`` (tensors or (name, tensor) pairs) and options; ``algorithm`` forces one for all.
+        defaults: the optimizer's, for options that ``group`` leaves out.
+        routed: parameters whose matrices are known already.
+        policy: routes the rest, by name and shape.
+
+    Raises:
+        TypeError: ``params`` is a set, or holds something that is no tensor.
+        ValueError: an option or a parameter that cannot be optimised; the message names it.
+    """
+    algorithm = group.get("algorithm")
+    if algorithm not in (None, *OPTIONS):
+        raise ValueError(f"algorithm must be one of {', '.join(OPTIONS)}, got {algorithm!r}")
+    options = check_options(group)
+    pairs = _named(group)
+    matrices: dict[Tensor, Matrices] = {}
+    for name, tensor in pairs:
+        label = repr(name) if name else f"of shape {tuple(tensor.shape)}"
+        _check_tensor(tensor, label)
+        if tensor in matrices:
+            raise ValueError(f"parameter {label} is given twice in one group")
+        matrices[tensor] = _matrices(name, tensor, label, algorithm, routed, policy)
+
+    halves = {
+        "muon": [pair for pair in pairs if matrices[pair[1]]],
+        "adamw": [pair for pair in pairs if not matrices[pair[1]]],
+    }
+    known = {"params", "param_names", *defaults, *OPTIONS["muon"], *OPTIONS["adamw"]}
+    extras = {key: value for key, value in group.items() if key not in known}
+    chosen = {
+        "muon": {key: options.get(key, defaults[key]) for key in OPTIONS["muon"]},
+        "adamw": _adamw_options(options, defaults, alone=not halves["muon"]),
+    }
+    chosen["adamw"].setdefault("fused", all(_fusible(tensor) for _, tensor in halves["adamw"]))
+    groups = []
+    for half, members in halves.items():
+        params = [tensor if name is None else (name, tensor) for name, tensor in members]
+        if params:
+            groups.append({**extras, "params": params, "algorithm": half, **chosen[half]})
+    return groups, matrices
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the known among ``options`` and return all, ``coefficients`` as plain data for state dicts.
+
+    Raises:
+        ValueError: a value is out of range or unknown.
+        TypeError: a value is of the wrong kind.
+    """
+    for key in ("lr", "adamw_lr", "weight_decay", "eps", "adamw_eps"):
+        if key in options:
+            _check_number(key, options[key], tensor_allowed="lr" in key)
+    if options.get("adamw_weight_decay") is not None:
+        _check_number("adamw_weight_decay", options["adamw_weight_decay"])
+    if "momentum" in options:
+        _check_number("momentum", options["momentum"], below=1.0)
+    for key in ("betas", "adamw_betas"):
+        if key in options:
+            if len(options[key]) != 2:
+                raise ValueError(f"{key} must be two numbers, got {options[key]!r}")
+            for beta in options[key]:
+                _check_number(key, beta, below=1.0)
+    precision = options.get("precision", "auto")
+    if precision != "auto" and precision not in PRECISIONS:
+        raise ValueError(f"precision must be 'auto' or one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if "coefficients" not in options:
+        return dict(options)
+    return {**options, "coefficients": _plain_coefficients(options["coefficients"])}
+
+
+def _named(group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
+    params = group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params must be an ordered collection: a set gives another order in every run")
+    params = [params] if isinstance(params, Tensor) else list(params)
+    if "param_names" in group and not any(isinstance(entry, tuple) for entry in params):
+        params = list(zip(group["param_names"], params, strict=True))
+    pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    for _, tensor in pairs:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"params must hold tensors or (name, tensor) pairs, got {torch.typename(tensor)}")
+    if len({name is None for name, _ in pairs}) > 1:
+        raise ValueError("params must all be named or all be without a name")
+    return pairs
+
+
+def _check_tensor(tensor: Tensor, label: str) -> None:
+    if tensor.is_complex():
+        raise ValueError(f"parameter {label} is complex; give Muon its real view (torch.view_as_real)")
+    if tensor.is_meta:
+        raise ValueError(f"parameter {label} is on the meta device; call model.to_empty(device=...) first")
+    if not (tensor.is_leaf or tensor.retains_grad):
+        raise ValueError(f"parameter {label} is not a leaf: optimise the tensors that it is computed from")
+
+
+def _matrices(
+    name: str | None,
+    tensor: Tensor,
+    label: str,
+    algorithm: str | None,
+    routed: Mapping[Tensor, Matrices],
+    policy: MatrixPolicy,
+) -> Matrices:
+    if algorithm == "adamw":
+        return ()
+    if tensor in routed and (routed[tensor] or algorithm is None):
+        matrices = routed[tensor]
+    else:
+        if algorithm == "muon":
+            policy = replace(policy, include=[lambda slot: True], exclude=())
+        # A caller who lists a frozen parameter means to thaw it.
+        slot = replace(slots_of_named([(name or "", tensor)])[0], trainable=True)
+        routing = policy.route(slot)
+        if algorithm == "muon" and not routing.matrices:
+            raise ValueError(f"algorithm 'muon' needs matrices, but {label} is none: {routing.reason}")
+        matrices = routing.matrices
+    if matrices and type(tensor).__name__ == "DTensor":
+        raise ValueError(f"parameter {label} is a DTensor, but Muon needs whole matrices: do not shard it")
+    for matrix in matrices:
+        matrix.view(tensor)
+    return matrices
+
+
+def _adamw_options(options: Mapping[str, Any], defaults: Mapping[str, Any], alone: bool) -> dict[str, Any]:
+    def first(*candidates: Any) -> Any:
+        return next(value for value in candidates if value is not None)
+
+    # In a mixed group lr is Muon's, whose scale is another; a group without a matrix can only mean AdamW's.
+    lr = options.get("lr") if alone else None
+    chosen = {
+        "lr": first(options.get("adamw_lr"), lr, defaults["adamw_lr"]),
+        "weight_decay": first(
+            options.get("adamw_weight_decay"),
+            options.get("weight_decay"),
+            defaults["adamw_weight_decay"],
+            defaults["weight_decay"],
+        ),
+        "betas": first(options.get("adamw_betas"), options.get("betas"), defaults["adamw_betas"]),
+        "eps": first(options.get("adamw_eps"), options.get("eps"), defaults["adamw_eps"]),
+        "maximize": options.get("maximize", defaults["maximize"]),
+    }
+    return {**chosen, "fused": options["fused"]} if "fused" in options else chosen
+
+
+def _fusible(tensor: Tensor) -> bool:
+    # torch's fused kernels walk the memory of a tensor as if it had no gaps.
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return dense and tensor.device.type in ("cpu", "cuda") and tensor.is_floating_point()
+
+
+def _check_number(key: str, value: Any, below: float = math.inf, tensor_allowed: bool = False) -> None:
+    if isinstance(value, Tensor):
+        if not tensor_allowed:
+            raise TypeError(f"{key} must be a number, got a tensor")
+        if value.ndim:
+            raise ValueError(f"{key} must be a number or a 0-D tensor, got shape {tuple(value.shape)}")
+    elif not isinstance(value, (int, float)):
+        raise TypeError(f"{key} must be a number, got {value!r}")
+    if not 0.0 <= value < below:
+        span = "at least 0 and finite" if below == math.inf else f"in [0, {below:g})"
+        raise ValueError(f"{key} must be {span}, got {value}")
+
+
+def _plain_coefficients(spec: Any) -> str | tuple[Triple, ...]:
+    resolved = resolve_coefficients(spec)
+    named = resolved.name in NAMED and NAMED[resolved.name]() == resolved
+    plain: str | tuple[Triple, ...] = resolved.name if named else resolved.steps
+    return plain

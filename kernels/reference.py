@@ -1,0 +1,44 @@
+"""What an iteration must equal: the exact polynomial through an SVD in fp64, and how far each precision may be off."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels.coefficients import CoefficientSet
+
+
+def polynomial_polar(G: Tensor, coefficients: CoefficientSet) -> Tensor:
+    """U p(S) Vᵀ in fp64, for G = U S Vᵀ of shape (…, m, n) and p the composed step polynomials on S / ‖S‖₂."""
+    U, S, Vh = torch.linalg.svd(_scaled(G), full_matrices=False)
+    x = S / _nonzero(torch.linalg.vector_norm(S, dim=-1, keepdim=True))
+    for a, b, c in coefficients.steps:
+        square = x * x
+        x = x * (a + square * (b + square * c))
+    return (U * x.unsqueeze(-2)) @ Vh
+
+
+def exact_polar(G: Tensor) -> Tensor:
+    """The orthogonal polar factor U Vᵀ of G (…, m, n), in fp64 inside and G's dtype outside.
+
+    A *different* update from Newton–Schulz, whose polynomial only approaches it: offered by name, never chosen
+    in its place. Directions that G lacks (zero singular values) stay zero.
+    """
+    U, S, Vh = torch.linalg.svd(_scaled(G), full_matrices=False)
+    floor = S.amax(dim=-1, keepdim=True) * max(G.shape[-2:]) * torch.finfo(torch.float64).eps
+    return ((U * (S > floor).unsqueeze(-2)) @ Vh).to(G.dtype)
+
+
+def relative_error(result: Tensor, exact: Tensor) -> Tensor:
+    """‖result − exact‖_F / ‖exact‖_F per matrix, in fp64; the absolute norm where ``exact`` is zero."""
+    norm = torch.linalg.matrix_norm(exact)
+    return torch.linalg.matrix_norm(result.double() - exact) / _nonzero(norm)
+
+
+def _scaled(G: Tensor) -> Tensor:
+    wide = G.double()
+    return wide / _nonzero(wide.abs().amax(dim=(-2, -1), keepdim=True))
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -1,0 +1,154 @@
+"""One Newton–Schulz iteration, run exactly as an :class:`NSChoice` says.
+
+Standard and Gram form are one recurrence. From R = X Xᵀ, each step takes P = aI + bR + cR², Q ← P Q and
+R ← P R P; X ← Q X ends the iteration. A *restart* does X ← Q X, R ← X Xᵀ, Q ← I in between, and the standard
+form X ← P X is the recurrence restarted before every step. Everything in Gram space is a polynomial in R, so
+all of it is symmetric and commutes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels.backends import BACKENDS
+from dmuon.kernels.backends.base import Product
+from dmuon.kernels.choose import NSChoice, ProductChoice
+from dmuon.kernels.coefficients import CoefficientSet, Triple
+from dmuon.kernels.normalize import normalized_copy
+
+
+def run_ns(
+    G: Tensor, choice: NSChoice, coefficients: CoefficientSet, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """The orthogonalised G, (…, rows, cols), computed in ``dtype`` as ``choice`` says.
+
+    Args:
+        G: input, only read.
+        choice: method, restarts, and the backend of each product.
+        coefficients: one polynomial per step.
+        dtype: working precision.
+        out: result, of G's shape; may be G itself, and must not overlap it otherwise. New and of G's dtype
+            if ``None``.
+
+    Beyond the result this holds one copy of G in ``dtype`` and four m×m matrices per matrix of a batch
+    (per call with ``choice.loop``).
+    """
+    if out is None:
+        out = torch.empty_like(G, memory_format=torch.contiguous_format)
+    if G.numel() == 0:
+        return out
+    restarts = range(1, len(coefficients)) if choice.method == "standard" else choice.restarts
+    segments = _segments(coefficients.steps, restarts)
+    working = torch.empty(G.shape, dtype=dtype, device=G.device)
+    spare = _spare(out, dtype)
+    # X moves between `working` and `spare` at every apply; the last must land where the result is wanted.
+    start, other = working, spare
+    if spare is not None and (len(segments) % 2 == 0) == (spare is out):
+        start, other = spare, working
+    normalized_copy(G, start)
+
+    tall = G.shape[-2] > G.shape[-1]
+    X, Y, result = (None if t is None else _matrices(t, tall) for t in (start, other, out))
+    assert X is not None and result is not None
+    products = _Products(choice)
+    m = X.shape[-2]
+    if not choice.loop:
+        grams = torch.empty(4 if choice.method == "gram" else 2, *X.shape[:-2], m, m, dtype=dtype, device=G.device)
+        _iterate(X, Y, result, grams, segments, products)
+        return out
+    grams = torch.empty(4 if choice.method == "gram" else 2, m, m, dtype=dtype, device=G.device)
+    for k in range(X.shape[0]):
+        _iterate(X[k], None if Y is None else Y[k], result[k], grams, segments, products)
+    return out
+
+
+class _Products:
+    """The three products of a choice, built once per call."""
+
+    def __init__(self, choice: NSChoice) -> None:
+        self.gram = _build("gram", choice.gram)
+        self.symmetric_product = _build("symmetric_product", choice.symmetric_product)
+        self.apply = _build("apply", choice.apply)
+
+
+def _build(op: str, choice: ProductChoice) -> Product:
+    if choice.backend not in BACKENDS:
+        raise ValueError(f"no backend is called {choice.backend!r}; there are {', '.join(BACKENDS)}")
+    return BACKENDS[choice.backend].build(op, choice.config)
+
+
+def _segments(steps: tuple[Triple, ...], restarts: range | tuple[int, ...]) -> list[tuple[Triple, ...]]:
+    """The steps between restarts."""
+    cuts = [0, *restarts, len(steps)]
+    return [steps[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def _spare(out: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """``out``'s memory as a second working copy: itself in its own dtype, a reinterpretation of a wider one."""
+    if out.dtype == dtype:
+        return out
+    if out.dtype.itemsize > dtype.itemsize and out.stride(-1) == 1:
+        return out.view(dtype)[..., : out.shape[-1]]
+    return None
+
+
+def _matrices(tensor: Tensor, tall: bool) -> Tensor:
+    """(…, rows, cols) as (B, m, n) with m ≤ n, without a copy where the strides allow it; 2-D stays 2-D."""
+    wide = tensor.mT if tall else tensor
+    return wide if wide.ndim <= 3 else wide.view(-1, *wide.shape[-2:])
+
+
+def _iterate(
+    X: Tensor,
+    Y: Tensor | None,
+    result: Tensor,
+    grams: Tensor,
+    segments: list[tuple[Triple, ...]],
+    products: _Products,
+) -> None:
+    """Run all segments on X (2-D or 3-D); the orthogonalised matrix lands in ``result``. X and Y are scratch."""
+    free = list(grams)
+    for k, steps in enumerate(segments):
+        Q = _polynomial(X, free, steps, products)
+        last = k == len(segments) - 1
+        if last and result.dtype == X.dtype:
+            products.apply(Q, X, result)
+        elif Y is not None:
+            products.apply(Q, X, Y)
+            X, Y = Y, X
+        else:
+            panel = next(buffer for buffer in free if buffer is not Q)
+            _apply_by_panels(Q, X, result if last else X, panel, products)
+            continue
+        if last and result.dtype != X.dtype:
+            result.copy_(X)
+
+
+def _polynomial(X: Tensor, free: list[Tensor], steps: tuple[Triple, ...], products: _Products) -> Tensor:
+    """Q, the product of the step polynomials of R = X Xᵀ, in one of the four ``free`` m×m buffers."""
+    R, Q, *rest = free
+    products.gram(X, R)
+    for k, (a, b, c) in enumerate(steps):
+        if k == 0:
+            P = Q
+            products.symmetric_product(R, R, P, alpha=c, beta=b, C=R, diag=a)
+        else:
+            P, product = rest
+            products.symmetric_product(R, R, P, alpha=c, beta=b, C=R, diag=a)
+            products.symmetric_product(P, Q, product)
+            Q, rest = product, [P, Q]
+        if k < len(steps) - 1:
+            scratch = rest[-1]
+            products.symmetric_product(R, P, scratch)
+            products.symmetric_product(P, scratch, R)
+    return Q
+
+
+def _apply_by_panels(Q: Tensor, X: Tensor, target: Tensor, panel: Tensor, products: _Products) -> None:
+    """target ← Q X, m columns at a time through ``panel``; ``target`` may be X, and may be of another dtype."""
+    m, n = X.shape[-2:]
+    for start in range(0, n, m):
+        part = slice(start, min(start + m, n))
+        columns = panel[..., : part.stop - start]
+        target[..., part].copy_(products.apply(Q, X[..., part], columns))
