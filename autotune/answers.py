@@ -10,14 +10,11 @@ import torch
 from dmuon.autotune.versions import valid
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.candidates import plain_choice
-from dmuon.kernels.choose import NSChoice, Problem
+from dmuon.kernels.choose import NEAR_SQUARE, NSChoice, Problem
 from dmuon.tuning_cache import Trial
 
 NEAR = 2.0
 """A trial answers for another shape if batch, m and n are each within this factor."""
-
-NEAR_SQUARE = 1.5
-"""n/m below which a shape is nearly square; there Gram form costs accuracy, and its break-even is at 1.5."""
 
 
 def problem_of_trial(trial: Trial) -> Problem:

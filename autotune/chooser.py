@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Iterable
 
 from dmuon.autotune.answers import Answers, choice_of
-from dmuon.autotune.problems import coefficients_of
 from dmuon.autotune.tuner import Tuner
 from dmuon.kernels.choose import NSChoice, Problem, set_chooser
+from dmuon.kernels.coefficients import coefficients_of
 from dmuon.tuning_cache import Store, Trial, shipped_trials
 
 MODES = ("cache", "jit", "off")

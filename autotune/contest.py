@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dmuon.autotune.search import successive_halving
@@ -14,7 +14,7 @@ from dmuon.kernels.backends import source_hash
 from dmuon.kernels.choose import NSChoice, Problem
 from dmuon.tuning_cache import Trial
 
-_SCREEN_SHARE = 0.2
+_SCREEN_SHARE = 0.3
 """Of the time there is, what screening on part of the batch may take."""
 
 _HOPELESS = 2.0
@@ -133,20 +133,33 @@ class Contest:
             return self._favourites_first(entrants)
         self._partial(self.plain, 1)
         unit = self._partial(self.plain, 1)
-        runs = self._bench.checks + 1
-        if unit is None or unit * batch * runs * len(entrants) <= self._time_left_ms() / 2:
+        if unit is None:
             return self._favourites_first(entrants)
-        part = int(_SCREEN_SHARE * self._time_left_ms() / (2 * len(entrants) * unit))
-        part = min(max(part, 1), batch // 2)
+        whole = unit * batch * (self._bench.checks + 1)
+        if whole * len(entrants) <= self._time_left_ms() / 2:
+            return self._favourites_first(entrants)
+        allowed = _SCREEN_SHARE * self._time_left_ms()
+        part = min(max(int(allowed / (len(entrants) * unit)), 1), batch // 2)
+        end = self._now() + allowed / 1e3
         for entrant in entrants:
-            if self._expired():
+            if self._now() >= end:
                 break
-            self._partial(entrant, part)
-            taken = None if self._expired() else self._partial(entrant, part)
-            entrant.estimate_ms = math.inf if taken is None else taken * batch / part
-        affordable = int(self._time_left_ms() / (unit * batch * runs))
+            entrant.estimate_ms = self._screened(entrant, part) * batch / part
         ranked = sorted(entrants, key=lambda entrant: entrant.estimate_ms)
-        return self._favourites_first(ranked)[: max(affordable, 3)]
+        return self._favourites_first(ranked)[: max(int(self._time_left_ms() / whole), 3)]
+
+    def _screened(self, entrant: Entrant, part: int) -> float:
+        """Milliseconds of ``part`` matrices; on a single one, ``loop`` makes no difference."""
+        done = [each for each in self.entrants if each.estimate_ms < math.inf]
+        if part == 1:
+            for each in done:
+                if replace(each.choice, loop=entrant.choice.loop) == entrant.choice:
+                    return each.estimate_ms / self.problem.batch
+        best = min((each.estimate_ms for each in done), default=math.inf) * part / self.problem.batch
+        taken = self._partial(entrant, part)
+        if taken is not None and taken > _HOPELESS * best:
+            taken = self._partial(entrant, part)  # the first run may have compiled
+        return math.inf if taken is None else taken
 
     def _favourites_first(self, entrants: list[Entrant]) -> list[Entrant]:
         first = [self.plain] if self.heuristic is self.plain else [self.plain, self.heuristic]

@@ -58,13 +58,13 @@ class CostTable:
         if dtype not in PRECISIONS:
             raise ValueError(f"dtype must be one of {', '.join(PRECISIONS)}, got {dtype!r}")
         self.device = device_key(device) if isinstance(device, torch.device) else device
-        self.dtype, self.coefficients = dtype, resolve_coefficients(coefficients).key
+        self.dtype, self.coefficients = dtype, resolve_coefficients(coefficients)
         shipped = [
             trial
             for trial in shipped_trials(self.device)
-            if (trial.dtype, trial.coefficients, trial.op) == (dtype, self.coefficients, "gram_ns")
+            if (trial.dtype, trial.coefficients, trial.op) == (dtype, self.coefficients.key, "gram_ns")
         ]
-        own = store.trials(op="gram_ns", device=self.device, dtype=dtype, coefficients=self.coefficients)
+        own = store.trials(op="gram_ns", device=self.device, dtype=dtype, coefficients=self.coefficients.key)
         self._answers = Answers([*shipped, *own])
         self._rates = self._calibrate()
 
@@ -75,7 +75,8 @@ class CostTable:
 
     def ms(self, m: int, n: int, batch: int = 1) -> Cost:
         """The cost of ``batch`` matrices of m×n (either side first), orthogonalised as they would be now."""
-        problem = Problem("gram_ns", batch, min(m, n), max(m, n), self.dtype, self.device, self.coefficients)
+        key = self.coefficients.key
+        problem = Problem("gram_ns", batch, min(m, n), max(m, n), self.dtype, self.device, key)
         exact = self._answers.exact(problem)
         if exact is not None and exact.median_ms:
             return Cost(exact.median_ms, "measured")
@@ -84,7 +85,7 @@ class CostTable:
         if near is not None and near.median_ms and choice is not None:
             there = self._modelled(problem_of_trial(near), choice)
             return Cost(near.median_ms * self._modelled(problem, choice) / there, "model")
-        cost = self._modelled(problem, heuristic_choice(problem))
+        cost = self._modelled(problem, heuristic_choice(problem, self.coefficients))
         return Cost(cost, "model" if self.calibrated else "default")
 
     def _modelled(self, problem: Problem, choice: NSChoice) -> float:

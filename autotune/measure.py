@@ -98,7 +98,7 @@ def wall_ms(run: Callable[[], object]) -> float:
 
 def cuda_ms(run: Callable[[], object]) -> float:
     """Milliseconds that ``run`` keeps the current stream busy, by CUDA events."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     start.record()
     run()

@@ -110,14 +110,15 @@ def known_pair(
 
     def assemble(values: Tensor) -> Tensor:
         waves = torch.fft.fft(right * (values[shuffle].to(device) * signs), dim=-1, norm="ortho")
-        return (waves.real - waves.imag).mT
+        G: Tensor = (waves.real - waves.imag).mT
+        return G
 
     return assemble(spectrum), assemble(iterated(spectrum, coefficients))
 
 
 def iterated(spectrum: Tensor, coefficients: CoefficientSet) -> Tensor:
     """What the iteration makes of all the singular values of a matrix: p(spectrum / ‖spectrum‖₂)."""
-    x = spectrum / torch.linalg.vector_norm(spectrum)
+    x: Tensor = spectrum / torch.linalg.vector_norm(spectrum)
     for a, b, c in coefficients.steps:
         x = a * x + b * x**3 + c * x**5
     return x

@@ -1,4 +1,4 @@
-"""From shapes to tuning problems, and from a key back to its coefficients."""
+"""From shapes to tuning problems."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dmuon.kernels.choose import Problem, device_key
-from dmuon.kernels.coefficients import (
-    NAMED,
-    CoefficientSet,
-    keller_jordan,
-    polar_express,
-    resolve_coefficients,
-)
+from dmuon.kernels.coefficients import CoefficientSet, resolve_coefficients
 from dmuon.kernels.precision import precision_name, resolve_precision
 
 
@@ -35,18 +29,3 @@ def ns_problem(
     dtype = precision_name(resolve_precision(precision, G))
     key = resolve_coefficients(coefficients).key
     return Problem("gram_ns", batch, min(m, n), max(m, n), dtype, device_key(device), key)
-
-
-def coefficients_of(key: str) -> CoefficientSet | None:
-    """The named set that has this :attr:`CoefficientSet.key`; ``None`` for a caller's own list."""
-    name, *numbers = key.split(":")
-    try:
-        if name == "polar_express":
-            found = polar_express(int(numbers[0]), *map(float, numbers[1:]))
-        elif name == "keller_jordan":
-            found = keller_jordan(int(numbers[0]))
-        else:
-            found = NAMED[name]()
-    except (KeyError, ValueError, IndexError, TypeError):
-        return None
-    return found if found.key == key else None

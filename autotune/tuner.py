@@ -11,12 +11,11 @@ from dmuon.autotune.answers import choice_of
 from dmuon.autotune.contest import Contest, Measures
 from dmuon.autotune.costs import operations
 from dmuon.autotune.measure import Bench, device_of, operations_per_ms
-from dmuon.autotune.problems import coefficients_of
 from dmuon.autotune.report import Outcome, Progress, Report
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.candidates import ns_candidates, plain_choice
 from dmuon.kernels.choose import NSChoice, Problem
-from dmuon.kernels.coefficients import CoefficientSet
+from dmuon.kernels.coefficients import CoefficientSet, coefficients_of
 from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.reference import tolerance
 from dmuon.tuning_cache import Claim, Store, Trial
@@ -175,6 +174,9 @@ class Tuner:
     ) -> Outcome:
         began = refreshed = self._now()
         candidates = ns_candidates(problem, coefficients, self._backends)
+        if not candidates:
+            reason = f"none of the backends {', '.join(self._backends or ())} takes this shape"
+            return Outcome(problem, "failed", reason=reason)
         self._tell(Progress(problem, "inputs", self._fraction(0.0)))
         try:
             bench = self._bench(problem, coefficients)

@@ -129,6 +129,8 @@ class Muon(torch.optim.Optimizer):
         if isinstance(model_or_params, nn.Module):
             model_or_params = self._route(model_or_params)
         super().__init__(model_or_params, defaults)
+        if not self.param_groups:
+            raise ValueError("optimizer got an empty parameter list")
         if autotune is not None:
             from dmuon.autotune import install
 

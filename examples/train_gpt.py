@@ -4,7 +4,7 @@
 
 The text is the language reference that every CPython carries (``pydoc_data.topics``), read byte by byte. Both
 runs start from the same weights, see the same batches and follow the same learning-rate schedule; only the
-optimizer differs.
+optimizer differs. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -119,9 +119,8 @@ def train(name: str, steps: int, device: torch.device, seed: int) -> Curve:
             with torch.no_grad():
                 losses = [loss_of(model, *batch).item() for batch in validation_batches]
             curve.append((step, sum(losses) / len(losses)))
-            print(
-                f"{name:5}  step {step:4d}  loss {curve[-1][1]:.3f}  {time.perf_counter() - started:5.1f} s"
-            )
+            seconds = time.perf_counter() - started
+            print(f"{name:5}  step {step:4d}  loss {curve[-1][1]:.3f}  {seconds:5.1f} s", flush=True)
         if step < steps:
             loss_of(model, *sample(training, batches)).backward()
             optimizer.step()
@@ -144,8 +143,10 @@ def verdict(adamw: Curve, muon: Curve) -> str:
     reached = first_step_at(muon, target)
     if reached is None:
         return f"Muon did not reach AdamW's final loss of {target:.3f} in {steps} steps"
-    share = reached / steps
-    return f"Muon reached AdamW's final loss of {target:.3f} at step {reached:.0f} of {steps}: {share:.2f} of its steps"
+    return (
+        f"Muon reached AdamW's final loss of {target:.3f} at step {reached:.0f} of {steps}, "
+        f"in {reached / steps:.2f} of its steps"
+    )
 
 
 def plot(adamw: Curve, muon: Curve, out: Path) -> None:
@@ -170,12 +171,10 @@ def plot(adamw: Curve, muon: Curve, out: Path) -> None:
         axes.hlines(target, reached, steps, color="#7f7f7f", linewidth=1, linestyle=":")
         axes.plot(reached, target, "o", color="#d1495b", markersize=5)
         axes.annotate(
-            f"AdamW's final loss\nat {reached / steps:.0%} of the steps",
+            f"AdamW's final loss in {reached / steps:.0%} of the steps",
             (reached, target),
-            (-8, -6),
+            (8, 8),
             textcoords="offset points",
-            ha="right",
-            va="top",
             fontsize=9,
         )
     axes.set(xlabel="step", ylabel="validation loss (nats per byte)", title="A 1.1M-parameter GPT on bytes")

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from dmuon.kernels.coefficients import CoefficientSet, coefficients_of
 from dmuon.kernels.precision import PRECISIONS, precision_name
+from dmuon.kernels.restarts import default_restarts
 
 OPERATIONS = ("gram_ns", "gram", "symmetric_product", "apply")
 METHODS = ("gram", "standard")
@@ -45,7 +47,9 @@ class Problem:
         if min(self.batch, self.m, self.n) < 1:
             raise ValueError(f"batch, m and n must be at least 1, got {self.batch}, {self.m}, {self.n}")
         if bool(self.coefficients) != (self.op == "gram_ns"):
-            raise ValueError(f"coefficients belong to gram_ns problems alone, got {self.coefficients!r} for {self.op}")
+            raise ValueError(
+                f"coefficients belong to gram_ns problems alone, got {self.coefficients!r} for {self.op}"
+            )
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,9 @@ class NSChoice:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if self.method == "standard" and self.restarts:
-            raise ValueError(f"restarts belong to the Gram form; the standard form has none, got {self.restarts}")
+            raise ValueError(
+                f"restarts belong to the Gram form; the standard form has none, got {self.restarts}"
+            )
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -124,6 +130,38 @@ class NSChoice:
             apply=product("apply"),
             loop=loop,
         )
+
+
+NEAR_SQUARE = 1.5
+"""Below this aspect n/m the heuristics take the standard form: Gram saves little there (its break-even is
+between 1 and 1.5), and the small singular values of a nearly square matrix lose accuracy in Gram space."""
+
+
+def heuristic_choice(problem: Problem, coefficients: CoefficientSet | None = None) -> NSChoice:
+    """The choice for a ``gram_ns`` problem that nobody tuned.
+
+    * Form: standard below an aspect of :data:`NEAR_SQUARE`, else Gram with :func:`default_restarts`.
+    * Products: on a CPU, lower blocks from m = 512 on — halves of 192 in fp32 and fp64, panels of 192 in half
+      precision; whole products below, and on any other device until it is tuned.
+    * Batches: one matrix at a time from m = 512 on a CPU, where a single product fills it; else together.
+
+    ``coefficients`` are needed for a caller's own list; a named set is found from the problem.
+    """
+    coefficients = coefficients or coefficients_of(problem.coefficients)
+    gram_form = problem.n >= NEAR_SQUARE * problem.m and coefficients is not None
+    restarts = default_restarts(coefficients, PRECISIONS[problem.dtype]) if gram_form and coefficients else ()
+    large = problem.device.startswith("cpu") and problem.m >= 512
+    products = ProductChoice("torch")
+    if large:
+        split = "panel" if problem.dtype in ("bf16", "fp16") else "halves"
+        products = ProductChoice("blocked", {"block": 192, "split": split})
+    return NSChoice(
+        method="gram" if gram_form else "standard",
+        restarts=restarts,
+        gram=products,
+        symmetric_product=products,
+        loop=large and problem.batch > 1,
+    )
 
 
 class Chooser(Protocol):

@@ -99,7 +99,9 @@ def resolve_coefficients(spec: str | CoefficientSet | Sequence[Sequence[float]])
         return spec
     if isinstance(spec, str):
         if spec not in NAMED:
-            raise ValueError(f"coefficients must be one of {', '.join(NAMED)} or a list of triples, got {spec!r}")
+            raise ValueError(
+                f"coefficients must be one of {', '.join(NAMED)} or a list of triples, got {spec!r}"
+            )
         return NAMED[spec]()
     try:
         steps = tuple(tuple(float(value) for value in step) for step in spec)
@@ -110,6 +112,21 @@ def resolve_coefficients(spec: str | CoefficientSet | Sequence[Sequence[float]])
     triples = tuple((step[0], step[1], step[2]) for step in steps)
     digest = hashlib.sha256(repr(triples).encode()).hexdigest()[:12]
     return CoefficientSet("custom", triples, f"custom:{len(triples)}:{digest}")
+
+
+def coefficients_of(key: str) -> CoefficientSet | None:
+    """The named set that has this :attr:`CoefficientSet.key`; ``None`` for a caller's own list."""
+    name, *numbers = key.split(":")
+    try:
+        if name == "polar_express":
+            found = polar_express(int(numbers[0]), *map(float, numbers[1:]))
+        elif name == "keller_jordan":
+            found = keller_jordan(int(numbers[0]))
+        else:
+            found = NAMED[name]()
+    except (KeyError, ValueError, IndexError, TypeError):
+        return None
+    return found if found.key == key else None
 
 
 def _check_steps(steps: int) -> None:

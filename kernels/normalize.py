@@ -30,7 +30,9 @@ def normalized_copy(G: Tensor, out: Tensor) -> Tensor:
     largest = largest.to(wide)
     norm = _frobenius((panel.to(wide) / largest for panel in _panels(G, wide, out.dtype)), wide)
     for target, source in zip(_panels(out, wide, out.dtype), _panels(G, wide, out.dtype), strict=True):
-        target.copy_(source.to(wide).div_(largest).div_(norm) if source.dtype != wide else source / largest / norm)
+        target.copy_(
+            source.to(wide).div_(largest).div_(norm) if source.dtype != wide else source / largest / norm
+        )
     return out
 
 

@@ -48,9 +48,7 @@ def default_restarts(coefficients: CoefficientSet, dtype: torch.dtype) -> tuple[
 
 
 @lru_cache
-def search_restarts(
-    steps: tuple[Triple, ...], count: int, rounding: float
-) -> tuple[tuple[int, ...], float]:
+def search_restarts(steps: tuple[Triple, ...], count: int, rounding: float) -> tuple[tuple[int, ...], float]:
     """The best ``count`` restart positions for ``steps``, and the spread max|q|/min|q| that they leave.
 
     Args:
@@ -65,7 +63,9 @@ def search_restarts(
         raise ValueError(f"count must be between 0 and {len(steps) - 1} for {len(steps)} steps, got {count}")
     if rounding > 0:
         raise ValueError(f"rounding must be zero or negative, got {rounding}")
-    found = [(_spread(steps, places, rounding), places) for places in combinations(range(1, len(steps)), count)]
+    found = [
+        (_spread(steps, places, rounding), places) for places in combinations(range(1, len(steps)), count)
+    ]
     spread, places = min(found)
     return places, spread
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 # SQLite's locks are the process's: a child forked in the middle of an operation would think it had them too.
 guard = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    pass
+    os.register_at_fork(before=guard.acquire, after_in_parent=guard.release, after_in_child=guard.release)
 
 
 class StoreWarning(UserWarning):

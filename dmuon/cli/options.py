@@ -43,27 +43,21 @@ def open_store(path: Path | None) -> Store:
         return Store(path, strict=True)
 
 
-class ShapeType(click.ParamType):
-    """``768x3072``, either side first → ``(768, 3072)``, the smaller first as problems have it."""
-
-    name = "MxN"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+)[xX×](\d+)", str(value).strip())
-        if match is None or min(sides := sorted(map(int, match.groups()))) < 1:
-            self.fail(f"{value!r} is not a shape such as 768x3072", param, ctx)
-        return sides[0], sides[1]
+def parse_shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """An option's callback: ``768x3072``, either side first → ``(768, 3072)``, as problems have it."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+)[xX×](\d+)", value.strip())
+    if match is None or min(sides := sorted(map(int, match.groups()))) < 1:
+        raise click.BadParameter(f"{value!r} is not a shape such as 768x3072", ctx, param)
+    return sides[0], sides[1]
 
 
-class AgeType(click.ParamType):
-    """``30d``, ``12h``, ``90m`` or ``45s`` → seconds."""
-
-    name = "AGE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not an age such as 30d, 12h or 90m", param, ctx)
-        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
+def parse_age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """An option's callback: ``30d``, ``12h``, ``90m`` or ``45s`` → seconds."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value.strip())
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not an age such as 30d, 12h or 90m", ctx, param)
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]

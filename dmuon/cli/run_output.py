@@ -17,6 +17,7 @@ from dmuon.autotune.tuner import seconds_text
 if TYPE_CHECKING:
     from dmuon.autotune import CostTable, Outcome, Progress, Report
     from dmuon.cli.workloads import Workload
+    from dmuon.kernels.choose import Problem
     from dmuon.models import ModelShapes
 
 
@@ -29,6 +30,7 @@ class Watcher:
         from rich.progress import Progress as Bar
 
         self._titles = {workload.problem: workload.title for workload in workloads}
+        self._waited: set[Problem] = set()
         console = Console(stderr=True)
         text = TextColumn("{task.description}", markup=False)
         columns = (text, BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn())
@@ -52,6 +54,9 @@ class Watcher:
             self._bar.update(self._task, completed=event.fraction, description=_moment(title, event))
         elif event.outcome is not None and event.outcome.status != "stored":
             click.echo(f"{title}: {_result(event.outcome)}", err=True)
+        elif event.stage == "waiting" and event.problem not in self._waited:
+            self._waited.add(event.problem)
+            click.echo(f"{title}: waiting for another process that tunes it", err=True)
 
 
 def as_document(
@@ -202,8 +207,6 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _ms(value: float) -> str:
-    if value >= 10_000:
-        return seconds_text(value / 1e3)
     if value >= 1000:
-        return f"{value / 1e3:.2f} s"
+        return f"{value / 1e3:.3g} s"
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from dmuon.cli.errors import bad_input
-from dmuon.cli.options import AgeType, ShapeType, json_option, open_store, store_option
+from dmuon.cli.options import json_option, open_store, parse_age, parse_shape, store_option
 
 if TYPE_CHECKING:
     from dmuon.tuning_cache import Store, Trial
@@ -49,7 +50,7 @@ def _filter_options(command: Command) -> Command:
         click.option("--device", metavar="KEY", help="A device's key, or its kind: cpu, cuda."),
         click.option("--op", metavar="NAME", help="An operation, such as gram_ns."),
         click.option("--dtype", metavar="NAME", help="A precision: fp64, fp32, bf16 or fp16."),
-        click.option("--shape", type=ShapeType(), help="A shape, such as 768x3072."),
+        click.option("--shape", callback=parse_shape, metavar="MxN", help="A shape, such as 768x3072."),
         click.option("--backend", metavar="NAME", help="A backend, such as blocked."),
         click.option("--status", type=click.Choice(["ok", "rejected", "failed"]), help="What came of it."),
     )
@@ -88,12 +89,12 @@ def show(every: bool, as_json: bool, store_path: Path | None, **filters: Any) ->
         _explain_nothing(store)
         return
 
-    from dmuon.cli.trial_tables import print_best, print_trials
+    from dmuon.cli.trial_tables import print_best, print_trials, problem_of
 
     if listed:
         print_trials(chosen)
     else:
-        print_best(chosen, trials)
+        print_best(chosen, problems=len(set(map(problem_of, trials))))
 
 
 @click.command()
@@ -114,7 +115,7 @@ def export(file: Path, store_path: Path | None, **filters: Any) -> None:
     trials = _Filters(**filters).select(open_store(store_path))
     to_stdout = str(file) == "-"
     with bad_input():
-        count = write_lines(trials, click.get_text_stream("stdout", encoding="utf-8") if to_stdout else file)
+        count = write_lines(trials, sys.stdout if to_stdout else file)
     click.echo(f"Exported {_trials(count)} to {'stdout' if to_stdout else file}.", err=True)
 
 
@@ -130,15 +131,14 @@ def import_(file: Path, store_path: Path | None) -> None:
       dmuon-tune import trials.jsonl
       ssh gpu-node dmuon-tune export - | dmuon-tune import -
     """
-    source: Path | IO[str] = click.get_text_stream("stdin", encoding="utf-8") if str(file) == "-" else file
     store = open_store(store_path)
     with bad_input():
-        count = store.import_jsonl(source)
+        count = store.import_jsonl(sys.stdin if str(file) == "-" else file)
     click.echo(f"Added {_trials(count)} to {store.path}.", err=True)
 
 
 @click.command()
-@click.option("--older-than", type=AgeType(), help="Drop also trials older than this, such as 30d.")
+@click.option("--older-than", callback=parse_age, metavar="AGE", help="Drop also older trials: 30d, 12h.")
 @click.option("--rejected", is_flag=True, help="Drop also trials that gave wrong numbers or failed.")
 @click.option("--dry-run", is_flag=True, help="Say what would be dropped, and drop nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")

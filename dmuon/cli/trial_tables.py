@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -23,47 +22,42 @@ def problem_of(trial: Trial) -> tuple[Any, ...]:
     return (*_setting(trial), trial.m, trial.n, trial.batch)
 
 
-def print_best(best: Sequence[Trial], trials: Sequence[Trial]) -> None:
-    """One line for each problem: its best trial, and how many of all ``trials`` were of that problem."""
+def print_best(best: Sequence[Trial], problems: int) -> None:
+    """One line for each problem, with its best trial; of ``problems`` that the store knows."""
     console = _console()
-    tried = Counter(map(problem_of, trials))
     for group in _by_setting(console, best):
-        table = _table(">shape", ">batch", "choice", ">ms", ">spread", ">error", ">trials", ">age")
+        table = _table(">shape", ">batch", "choice", ">ms", ">error", ">age")
         for trial in group:
-            tries = f"{tried[problem_of(trial)]:,}"
-            table.add_row(*_problem(trial), describe(trial), *_figures(trial), tries, _age(trial))
+            table.add_row(*_problem(trial), describe(trial), *_figures(trial))
         console.print(table, "")
-    missing = len(tried) - len(best)
-    if missing:
+    if missing := problems - len(best):
         what = "1 problem has" if missing == 1 else f"{missing:,} problems have"
         console.print(f"[dim]{what} no trial that is right and up to date; see --all.[/]")
-    if any(trial.config.get("restarts") for trial in best):
-        console.print("[dim]gram[2]: the Gram form, restarted before iteration 2 (counted from 0).[/]")
 
 
 def print_trials(trials: Iterable[Trial]) -> None:
     """One line for each trial, and below it why it was rejected or failed."""
     console = _console()
     for group in _by_setting(console, trials):
-        table = _table(">shape", ">batch", "status", "choice", ">ms", ">spread", ">error", ">age")
+        table = _table(">shape", ">batch", "status", "choice", ">ms", ">error", ">age")
         for trial in group:
             status = f"[{_STYLES[trial.status]}]{trial.status}[/]"
             choice = describe(trial) + (f"\n[dim]{_escape(trial.message)}[/]" if trial.message else "")
-            table.add_row(*_problem(trial), status, choice, *_figures(trial), _age(trial))
+            table.add_row(*_problem(trial), status, choice, *_figures(trial))
         console.print(table, "")
 
 
 def describe(trial: Trial) -> str:
-    """The configuration in short, such as ``gram[1,3] loop blocked+torch``, as console markup."""
-    config = trial.config
-    if "method" not in config:
-        return _escape(f"{trial.backend} {json.dumps(config)}" if config else trial.backend)
-    words = [str(config["method"])]
-    if config.get("restarts"):
-        words[0] += f"[{','.join(map(str, config['restarts']))}]"
-    if config.get("loop"):
-        words.append("loop")
-    return _escape(" ".join([*words, trial.backend]))
+    """The configuration in words, as console markup."""
+    from dmuon.autotune.describe import choice_text
+    from dmuon.kernels.choose import NSChoice
+
+    try:
+        text = choice_text(NSChoice.from_config(trial.config))
+    except ValueError:
+        # A single product, or a configuration of another version.
+        text = f"{trial.backend} {json.dumps(trial.config)}" if trial.config else trial.backend
+    return _escape(text)
 
 
 def _by_setting(console: Console, trials: Iterable[Trial]) -> Iterator[list[Trial]]:
@@ -92,9 +86,9 @@ def _problem(trial: Trial) -> tuple[str, str]:
 
 
 def _figures(trial: Trial) -> tuple[str, str, str]:
-    spread = "" if trial.spread is None else f"{trial.spread:.0%}"
+    time_ms = _ms(trial.median_ms) + ("" if trial.spread is None else f" ±{trial.spread:.0%}")
     error = "" if trial.error is None else f"{trial.error:.1e}"
-    return _ms(trial.median_ms), spread, error
+    return time_ms, error, _age(trial)
 
 
 def _ms(value: float | None) -> str:

@@ -64,7 +64,8 @@ def test_a_configuration_that_makes_no_sense_is_not_used(spoil):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"op": "gram"}, {"op": "nonsense"}, {"dtype": "fp8"}, {"coefficients": ""}, {"coefficients": "x"}]
+    "changes",
+    [{"op": "gram"}, {"op": "nonsense"}, {"dtype": "fp8"}, {"coefficients": ""}, {"coefficients": "x"}],
 )
 def test_a_problem_that_makes_no_sense_is_not_used(changes):
     assert choice_of(trial(PLAIN, 1.0, **changes)) is None

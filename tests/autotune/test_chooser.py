@@ -10,9 +10,7 @@ import torch
 from simulated import HEURISTIC, PLAIN, blocked, trial
 
 from dmuon.autotune import TunedChooser, chooser, install, ns_problem
-from dmuon.autotune.problems import coefficients_of
 from dmuon.kernels.choose import Problem, current_chooser, set_chooser
-from dmuon.kernels.coefficients import keller_jordan, polar_express, resolve_coefficients, you
 from dmuon.tuning_cache import Store
 
 
@@ -28,7 +26,9 @@ def nothing_shipped(monkeypatch):
 
 
 def test_the_stores_best_is_chosen(store: Store, problem):
-    store.record([trial(PLAIN, 9.0, problem), trial(blocked(128), 3.0, problem), trial(HEURISTIC, 5.0, problem)])
+    store.record(
+        [trial(PLAIN, 9.0, problem), trial(blocked(128), 3.0, problem), trial(HEURISTIC, 5.0, problem)]
+    )
     assert TunedChooser(store).choose(problem) == blocked(128)
 
 
@@ -196,11 +196,3 @@ def test_gram_ns_runs_what_was_chosen(store: Store, monkeypatch, problem):
     finally:
         set_chooser(before)
     assert blocked(128).gram in built
-
-
-def test_coefficients_of():
-    for known in (polar_express(), polar_express(7, 1.02), keller_jordan(3), you()):
-        assert coefficients_of(known.key) == known
-    own = resolve_coefficients([(1.5, -0.5, 0.0)])
-    for key in (own.key, "", "nonsense", "polar_express", "polar_express:0", "you:9", "keller_jordan:x"):
-        assert coefficients_of(key) is None

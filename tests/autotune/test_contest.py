@@ -71,7 +71,7 @@ def test_wrong_numbers_are_rejected_however_fast(error):
 def test_every_part_of_the_check_counts():
     """A batch of one needs three runs for the three spectra: wrong in the second alone is wrong."""
     parts = [{"gaussian": 1e-6}, {"decaying": 1e-6}, {"rank-deficient": 1e-6}]
-    bench = SimulatedBench(Clock(), TIMES, {c: parts for c in TIMES}, checks=3)
+    bench = SimulatedBench(Clock(), TIMES, dict.fromkeys(TIMES, parts), checks=3)
     bench.errors[F] = [parts[0], {"decaying": 0.5}, parts[2]]
     found = contest(bench)
     found.run()

@@ -61,7 +61,9 @@ def test_symmetric_backends_need_half_of_all_but_apply():
 
 
 def test_a_measured_shape_costs_what_was_measured(store: Store):
-    store.record([trial(PLAIN, 7.0, ns_problem(64, 256, 3)), trial(blocked(128), 5.0, ns_problem(64, 256, 3))])
+    store.record(
+        [trial(PLAIN, 7.0, ns_problem(64, 256, 3)), trial(blocked(128), 5.0, ns_problem(64, 256, 3))]
+    )
     cost = CostTable(store, torch.device("cpu"), "fp32").ms(256, 64, 3)
     assert (cost.ms, cost.source) == (5.0, "measured")
 
@@ -95,7 +97,9 @@ def test_the_model_is_close_under_noise(store: Store):
 def test_near_a_measured_shape_its_time_is_carried_over(store: Store):
     """A device that is twice as slow at this shape as the model says stays so a little further on."""
     store.record([trial(HEURISTIC, 2 * truth(HEURISTIC, 512, 2048, 8), ns_problem(512, 2048, 8))])
-    store.record([trial(PLAIN, truth(PLAIN, *s), ns_problem(*s)) for s in ((64, 64), (2048, 2048), (128, 8192))])
+    store.record(
+        [trial(PLAIN, truth(PLAIN, *s), ns_problem(*s)) for s in ((64, 64), (2048, 2048), (128, 8192))]
+    )
     cost = CostTable(store, torch.device("cpu"), "fp32").ms(512, 2048, 7)
     assert cost.source == "model"
     assert cost.ms == pytest.approx(2 * truth(HEURISTIC, 512, 2048, 7), rel=0.1)

@@ -22,7 +22,9 @@ def test_the_known_result_is_what_an_svd_gives(shape, spectrum, coefficients):
     m, n = shape
     values = SPECTRA[spectrum](m, n)
     G, exact = known_pair(values, n, coefficients, CPU, seed=3)
-    assert torch.linalg.svdvals(G).numpy() == pytest.approx(values.sort(descending=True)[0].numpy(), abs=1e-13)
+    assert torch.linalg.svdvals(G).numpy() == pytest.approx(
+        values.sort(descending=True)[0].numpy(), abs=1e-13
+    )
     assert relative_error(exact, polynomial_polar(G, coefficients)) < 1e-11
 
 

@@ -270,7 +270,16 @@ def test_the_choice_is_one_of_the_candidates_and_runs(store: Store):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0s"), (9.94, "9.9s"), (59.7, "1m"), (75, "1m15s"), (3600, "1h"), (3725, "1h2m5s")]
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (9.94, "9.9s"), (59.7, "1m"), (75, "1m15s"), (3600, "1h"), (3725, "1h2m5s")],
 )
 def test_seconds_text(seconds, text):
     assert seconds_text(seconds) == text
+
+
+def test_a_backend_with_nothing_for_the_shape(store: Store):
+    """No part of 8 rows is worth computing alone: there is nothing for blocked to try."""
+    [outcome] = tune([ns_problem(8, 24)], store=store, budget_s=1, backends=["blocked"]).outcomes
+    assert outcome.status == "failed"
+    assert "blocked" in outcome.reason
+    assert not store.trials()

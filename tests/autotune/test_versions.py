@@ -54,7 +54,9 @@ def test_a_backend_depends_on_its_own_sources_alone():
 def test_another_driver_makes_a_cuda_trial_invalid(monkeypatch):
     monkeypatch.setattr(versions, "_cuda_driver", lambda: "580.65.06")
     made = replace(
-        trial(PLAIN, 3.0), device="cuda:NVIDIA H200", versions={"torch": version("torch"), "cuda_driver": "580.65.06"}
+        trial(PLAIN, 3.0),
+        device="cuda:NVIDIA H200",
+        versions={"torch": version("torch"), "cuda_driver": "580.65.06"},
     )
     assert valid(made)
     monkeypatch.setattr(versions, "_cuda_driver", lambda: "570.10")

@@ -112,13 +112,18 @@ def test_add_param_group_splits_and_is_all_or_nothing() -> None:
 
 
 def test_frozen_parameters_stay_out_and_join_by_their_layer_once_thawed() -> None:
-    net = model()
-    net[0].requires_grad_(False)
+    net = nn.Sequential(*model(), nn.Linear(4, 4, bias=False))
+    frozen = {"0.weight": net[0].weight, "3.weight": net[3].weight}
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
     optimizer = dmuon.Muon(net)
-    assert "0.weight" not in optimizer.param_groups[1]["param_names"]
-    net[0].requires_grad_(True)
-    optimizer.add_param_group({"params": [("0.weight", net[0].weight)]})
-    assert optimizer.param_groups[2]["algorithm"] == "adamw"
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
+    for parameter in frozen.values():
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": frozen.items()})
+    muon, adamw = optimizer.param_groups[2:]
+    assert (muon["algorithm"], muon["param_names"]) == ("muon", ["3.weight"])
+    assert (adamw["algorithm"], adamw["param_names"]) == ("adamw", ["0.weight"])
 
 
 def test_a_frozen_parameter_given_by_the_caller_is_kept() -> None:
@@ -178,6 +183,7 @@ def test_bad_parameters_are_named() -> None:
     twice = matrix()
     for params, error, message in [
         ([], ValueError, "empty parameter list"),
+        ([{"params": []}], ValueError, "empty parameter list"),
         ({matrix()}, TypeError, "ordered collection"),
         ([1.0], TypeError, "must hold tensors"),
         ([("a", matrix()), matrix()], ValueError, "all be named or all"),

@@ -103,11 +103,11 @@ def make_foreign(path: Path, application_id: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("application_id", [0, 77])
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [None, (4096, None), (100, 4096)])
 def test_a_foreign_file_is_refused_and_untouched(path, application_id, damaged):
     make_foreign(path, application_id)
     if damaged:
-        overwrite(path, 4096)
+        overwrite(path, *damaged)
     content = path.read_bytes()
     actions = (
         lambda store: store.record([sample_trial()]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import subprocess
@@ -18,8 +19,11 @@ from sample_trials import sample_trial
 
 
 def write(path: str, log: str, number: str, seconds: str) -> None:
-    """Record batches of trials; note each batch in the log once record() has returned."""
-    store, end, counter = Store(path), time.monotonic() + float(seconds), 0
+    """Record batches of trials; note each batch in the log once record() has returned.
+
+    The time counts from the first batch, so that a loaded machine's slow start does not eat it up.
+    """
+    store, end, counter = Store(path), math.inf, 0
     draw = random.Random(number)
     with Path(log).open("a") as file:
         while time.monotonic() < end:
@@ -39,18 +43,21 @@ def write(path: str, log: str, number: str, seconds: str) -> None:
             )
             file.write(f"{number} {counter} {size}\n")
             file.flush()
+            end = min(end, time.monotonic() + float(seconds))
 
 
 def read(path: str, log: str, seconds: str) -> None:
     """Read everything again and again: only whole batches, and the two copies of each text alike."""
-    store, end, reads = Store(path), time.monotonic() + float(seconds), 0
+    store, end, reads = Store(path), math.inf, 0
     while time.monotonic() < end:
         trials = store.trials()
+        if trials:
+            end = min(end, time.monotonic() + float(seconds))
         batches = Counter((trial.batch, trial.m) for trial in trials)
         for trial in trials:
             assert trial.config["text"] == trial.message
             assert batches[trial.batch, trial.m] == trial.config["size"]
-        reads += 1
+        reads += bool(trials)
     Path(log).write_text(str(reads))
 
 
@@ -79,8 +86,8 @@ def spawn(role: str, *arguments: object) -> subprocess.Popen[bytes]:
 
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
+    while not path.exists() or not path.stat().st_size:
+        assert time.monotonic() < deadline, f"nothing appeared in {path}"
         time.sleep(0.02)
 
 

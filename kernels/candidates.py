@@ -1,0 +1,68 @@
+"""The whole Newton–Schulz configurations that are worth timing for a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dmuon.kernels.backends import BACKENDS
+from dmuon.kernels.choose import NEAR_SQUARE, NSChoice, Problem, ProductChoice, heuristic_choice
+from dmuon.kernels.coefficients import CoefficientSet
+from dmuon.kernels.precision import PRECISIONS
+from dmuon.kernels.restarts import default_restarts
+
+
+def plain_choice(problem: Problem) -> NSChoice:
+    """The standard form with whole torch products, batched: what a library without tuning runs."""
+    return NSChoice("standard")
+
+
+def ns_candidates(
+    problem: Problem, coefficients: CoefficientSet, backends: Sequence[str] | None = None
+) -> list[NSChoice]:
+    """Every configuration worth timing, :func:`heuristic_choice` first; none twice.
+
+    The Gram form enters from an aspect of 1 up in fp64 and fp32; in half precision from
+    :data:`NEAR_SQUARE` up, since below it its error exceeds the standard form's severalfold.
+
+    Args:
+        problem: a ``gram_ns`` problem.
+        coefficients: its polynomials.
+        backends: names to draw from; all that can run on the problem's device if ``None``.
+    """
+    device = torch.device(problem.device.split(":")[0])
+    names = list(BACKENDS) if backends is None else list(backends)
+    usable = [name for name in names if BACKENDS[name].unavailable(device) is None]
+    first = heuristic_choice(problem, coefficients)
+    found = [first] if set(first.backends) <= set(usable) else []
+    for products in _products(problem, usable):
+        for method, restarts in _forms(problem, coefficients):
+            for loop in (False, True) if problem.batch > 1 else (False,):
+                choice = NSChoice(method, restarts, *products, loop=loop)
+                if choice not in found:
+                    found.append(choice)
+    return found
+
+
+def _forms(problem: Problem, coefficients: CoefficientSet) -> Iterator[tuple[str, tuple[int, ...]]]:
+    half = problem.dtype in ("bf16", "fp16")
+    if problem.n >= (NEAR_SQUARE if half else 1.0) * problem.m:
+        yield "gram", default_restarts(coefficients, PRECISIONS[problem.dtype])
+    yield "standard", ()
+
+
+def _products(
+    problem: Problem, backends: Sequence[str]
+) -> Iterator[tuple[ProductChoice, ProductChoice, ProductChoice]]:
+    """(gram, symmetric_product, apply): one backend and configuration for both symmetric products.
+
+    A backend without an ``apply`` of its own is completed by torch's.
+    """
+    m, n, dtype = problem.m, problem.n, problem.dtype
+    for name in backends:
+        applies = BACKENDS[name].configs("apply", m, n, dtype)
+        apply = ProductChoice(name, applies[0]) if applies else ProductChoice("torch")
+        for config in BACKENDS[name].configs("gram", m, n, dtype):
+            symmetric = ProductChoice(name, config)
+            yield symmetric, symmetric, apply

@@ -1,0 +1,117 @@
+"""The three products on their own: gram, symmetric_product and apply, for (…, m, n) tensors on any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels.backends import BACKENDS
+from dmuon.kernels.precision import precision_name
+
+
+@torch.no_grad()
+def gram(
+    X: Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    C: Tensor | None = None,
+    diag: float = 0.0,
+    out: Tensor | None = None,
+    backend: str = "torch",
+    config: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """alpha·X Xᵀ + beta·C + diag·I for X (m, n) or (B, m, n), as (m, m) or (B, m, m).
+
+    ``C`` must be symmetric and may be ``out``. ``backend`` is a name of ``dmuon.kernels.backends.BACKENDS``,
+    and ``config`` one of its configurations (``BACKENDS[name].configs("gram", m, n, "fp32")`` lists some).
+
+    Raises:
+        TypeError: an operand has an unsupported dtype.
+        ValueError: shapes, dtypes or devices do not match, or the backend or configuration is unknown.
+    """
+    shape = (*X.shape[:-1], X.shape[-2]) if X.ndim >= 2 else ()
+    return _run("gram", (X,), shape, alpha, beta, C, out, backend, config, {"diag": diag})
+
+
+@torch.no_grad()
+def symmetric_product(
+    A: Tensor,
+    B: Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    C: Tensor | None = None,
+    diag: float = 0.0,
+    out: Tensor | None = None,
+    backend: str = "torch",
+    config: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """alpha·A B + beta·C + diag·I for symmetric A, B, C (m, m) or (B, m, m), where A B is symmetric too.
+
+    That A B is symmetric — A and B commute, or B is a product such as R A — is the caller's word: a backend
+    may compute one triangle and mirror it. Otherwise as :func:`gram`.
+    """
+    return _run("symmetric_product", (A, B), A.shape, alpha, beta, C, out, backend, config, {"diag": diag})
+
+
+@torch.no_grad()
+def apply(
+    Q: Tensor,
+    X: Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    C: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "torch",
+    config: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """alpha·Q X + beta·C for Q (m, m) and X, C (m, n), all with the same batch in front or none.
+
+    With C = W, beta = 1 − lr·weight_decay and alpha = −lr·scale it is Muon's weight update. Otherwise as
+    :func:`gram`.
+    """
+    return _run("apply", (Q, X), X.shape, alpha, beta, C, out, backend, config, {})
+
+
+def _run(
+    op: str,
+    operands: tuple[Tensor, ...],
+    shape: tuple[int, ...],
+    alpha: float,
+    beta: float,
+    C: Tensor | None,
+    out: Tensor | None,
+    backend: str,
+    config: Mapping[str, Any] | None,
+    extra: dict[str, float],
+) -> Tensor:
+    first = operands[0]
+    precision_name(first.dtype)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if first.ndim not in (2, 3) or first.numel() == 0:
+        raise ValueError(f"{op} takes non-empty (m, n) or (B, m, n) operands, got {tuple(first.shape)}")
+    square = (*first.shape[:-1], first.shape[-2])
+    if op != "gram" and (first.shape != square or operands[1].shape[:-1] != first.shape[:-1]):
+        shapes = [tuple(operand.shape) for operand in operands]
+        raise ValueError(f"{op} takes a square first operand and a second of as many rows, got {shapes}")
+    if op == "symmetric_product" and operands[1].shape != square:
+        raise ValueError(f"symmetric_product takes two square operands, got {tuple(operands[1].shape)}")
+    result = torch.empty(shape, dtype=first.dtype, device=first.device) if out is None else out
+    for name, tensor in (("C", C), ("out", result)):
+        if tensor is not None and tensor.shape != torch.Size(shape):
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    for tensor in (*operands, result, *(() if C is None else (C,))):
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{op} takes operands of one dtype and device, got {tensor.dtype} on {tensor.device}"
+            )
+    if C is None and beta:
+        raise ValueError(f"beta is {beta}, but there is no C to scale")
+    product = BACKENDS[backend].build(op, config or {})
+    return product(*operands, result, alpha=alpha, beta=beta, C=C, **extra)
