@@ -37,9 +37,9 @@ def valid(trial: Trial) -> bool:
     backends = trial.backend.split("+")
     if not all(name in BACKENDS for name in backends):
         return False
-    return trial.source_hash == source_hash(backends) and trial.versions == versions_now(
-        backends, trial.device
-    )
+    if trial.source_hash != source_hash(backends):
+        return False
+    return trial.versions == versions_now(backends, trial.device)
 
 
 @lru_cache

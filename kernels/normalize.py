@@ -6,6 +6,8 @@ stays zero, and NaN or Inf makes its own matrix NaN and no other. Norms are summ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -40,10 +42,10 @@ def _nonzero(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def _frobenius(panels: object, dtype: torch.dtype) -> Tensor:
+def _frobenius(panels: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     """‖·‖_F over panels of the same matrices: rows in their dtype, then rows and panels together in fp64."""
     squares: Tensor | None = None
-    for panel in panels:  # type: ignore[attr-defined]
+    for panel in panels:
         rows = torch.linalg.vector_norm(panel, dim=-1, keepdim=True)
         wide = rows if rows.device.type == "mps" else rows.double()
         part = wide.square().sum(dim=-2, keepdim=True)
@@ -59,4 +61,4 @@ def _panels(matrix: Tensor, wide: torch.dtype, working: torch.dtype) -> list[Ten
     batch = max(1, matrix[..., 0, 0].numel())
     ratio = wide.itemsize // working.itemsize
     width = max(short // max(1, ratio), _SMALLEST_PANEL // (short * batch), 1)
-    return list(matrix.split(min(width, long), dim=-1 if columns >= rows else -2))
+    return list(torch.split(matrix, min(width, long), dim=-1 if columns >= rows else -2))

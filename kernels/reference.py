@@ -26,7 +26,8 @@ def polynomial_polar(G: Tensor, coefficients: CoefficientSet) -> Tensor:
     for a, b, c in coefficients.steps:
         square = x * x
         x = x * (a + square * (b + square * c))
-    return (U * x.unsqueeze(-2)) @ Vh
+    result: Tensor = (U * x.unsqueeze(-2)) @ Vh
+    return result
 
 
 def exact_polar(G: Tensor) -> Tensor:
@@ -37,13 +38,15 @@ def exact_polar(G: Tensor) -> Tensor:
     """
     U, S, Vh = torch.linalg.svd(_scaled(G), full_matrices=False)
     floor = S.amax(dim=-1, keepdim=True) * max(G.shape[-2:]) * torch.finfo(torch.float64).eps
-    return ((U * (floor < S).unsqueeze(-2)) @ Vh).to(G.dtype)
+    result: Tensor = ((U * (floor < S).unsqueeze(-2)) @ Vh).to(G.dtype)
+    return result
 
 
 def relative_error(result: Tensor, exact: Tensor) -> Tensor:
     """‖result − exact‖_F / ‖exact‖_F per matrix, in fp64; the absolute norm where ``exact`` is zero."""
     norm = torch.linalg.matrix_norm(exact)
-    return torch.linalg.matrix_norm(result.double() - exact) / _nonzero(norm)
+    error: Tensor = torch.linalg.matrix_norm(result.double() - exact) / _nonzero(norm)
+    return error
 
 
 def _scaled(G: Tensor) -> Tensor:

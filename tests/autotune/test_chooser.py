@@ -119,8 +119,10 @@ def test_a_corrupt_store_gives_heuristics_and_one_warning(store: Store, problem)
 def test_trouble_of_any_kind_never_leaves_choose(store: Store, monkeypatch, problem):
     monkeypatch.setattr(Store, "trials", lambda self, **filters: 1 / 0)
     tuned = TunedChooser(store)
-    with pytest.warns(UserWarning, match="tuned choices are not used"):
+    with pytest.warns(UserWarning, match="tuned choices are not used") as seen:
         assert tuned.choose(problem) is None
+        assert tuned.choose(ns_problem(8, 8)) is None
+    assert len(seen) == 1
 
 
 def test_threads_may_ask_at_once(store: Store, monkeypatch, problem):

@@ -57,6 +57,13 @@ def test_one_stalled_sample_does_not_decide():
     assert successive_halving([0, 1, 2], measure, known={0: [10.0], 1: [11.0], 2: [11.0]})[0] == 0
 
 
+def test_one_lucky_sample_does_not_decide():
+    """A clock that stood still once must not make a winner of the slowest."""
+    lucky = {0: [0.01, 12.0, 12.0], 1: [10.0] * 3, 2: [11.0] * 3}
+    speeds = {0: 12.0, 1: 10.0, 2: 11.0}
+    assert successive_halving([0, 1, 2], speeds.__getitem__, known=lucky)[0] == 1
+
+
 def test_who_is_out_is_not_measured_again():
     taken: Counter[str] = Counter()
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dmuon.kernels.coefficients import resolve_coefficients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from muon_reference import KELLER, muon_step, orthogonalized
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 import dmuon
 import dmuon.muon
+from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.policy import MatrixPolicy
 
 FP64: dict[str, Any] = {"coefficients": "keller_jordan", "precision": "fp64"}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from dmuon.kernels.coefficients import resolve_coefficients
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
 import dmuon
+from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.policy import MatrixPolicy
 
 
@@ -205,9 +205,7 @@ def test_bad_parameters_are_named() -> None:
 
 
 def test_a_model_without_matrices_says_what_it_has() -> None:
-    with pytest.raises(
-        ValueError, match="it has 1 x embedding, 1 x normalisation"
-    ):
+    with pytest.raises(ValueError, match="it has 1 x embedding, 1 x normalisation"):
         dmuon.Muon(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
     with pytest.raises(ValueError, match="it has nothing"):
         dmuon.Muon(nn.Linear(4, 4).requires_grad_(False))
