@@ -100,8 +100,11 @@ class Contest:
         for entrant in order:
             if not self._check(entrant):
                 break
+        if self.heuristic.status == "unchecked":
+            return
         self.timing = True
-        passed = [entrant for entrant in order if entrant.status == "ok"]
+        # Those without a sample first: the time may run out within the first round.
+        passed = sorted((each for each in order if each.status == "ok"), key=lambda each: len(each.samples))
         successive_halving(
             passed,
             self._sample,
@@ -154,6 +157,7 @@ class Contest:
         if part == 1:
             for each in done:
                 if replace(each.choice, loop=entrant.choice.loop) == entrant.choice:
+                    entrant.warm = True
                     return each.estimate_ms / self.problem.batch
         best = min((each.estimate_ms for each in done), default=math.inf) * part / self.problem.batch
         taken = self._partial(entrant, part)
@@ -176,14 +180,18 @@ class Contest:
         return taken
 
     def _check(self, entrant: Entrant) -> bool:
-        """Check one entrant; ``False`` when there is no time for it and one sample of each that passed."""
+        """Check one entrant; ``False`` when there is no time for it and one sample of each that passed.
+
+        The plain and the heuristic choice need no more than a deadline ahead: without them, all is in vain.
+        """
         if entrant.status == "failed":
             return True
+        favourite = entrant in (self.plain, self.heuristic)
         best = min((e.estimate_ms for e in self.entrants if e.status == "ok"), default=math.inf)
         to_time = sum(e.estimate_ms for e in self.entrants if e.status == "ok" and not e.samples)
         for part in range(self._bench.checks):
             expected = entrant.estimate_ms if entrant.estimate_ms < math.inf else 0.0
-            if self._time_left_ms() < to_time + expected or self._expired():
+            if self._expired() or (not favourite and self._time_left_ms() < to_time + expected):
                 return False
             self._watch("checking", entrant.choice)
             try:
@@ -200,7 +208,7 @@ class Contest:
             entrant.estimate_ms = taken
             entrant.samples.append(taken)
             hopeless = taken > _HOPELESS * best and part + 1 < self._bench.checks
-            if hopeless and entrant not in (self.plain, self.heuristic):
+            if hopeless and not favourite:
                 return True
         self._judge(entrant)
         return True

@@ -17,7 +17,7 @@ from torch import Tensor
 from dmuon.kernels.backends.base import Product, add_diagonal, matmul
 
 SPLITS = ("panel", "halves")
-BLOCKS = (128, 192, 256, 384, 512)
+BLOCKS = (128, 192, 256, 512)
 
 
 class BlockedBackend:
@@ -33,8 +33,8 @@ class BlockedBackend:
     def configs(self, op: str, m: int, n: int, dtype: str) -> list[dict[str, Any]]:
         if op == "apply":
             return []
-        # At least two blocks, or nothing is saved; at most sixteen, or the products get too thin to win.
-        blocks = [block for block in BLOCKS if block < m <= 16 * block]
+        # At least two blocks, or nothing is saved; at most eight, or the products get too thin to win.
+        blocks = [block for block in BLOCKS if 2 * block <= m <= 8 * block]
         return [{"block": block, "split": split} for block in blocks for split in SPLITS]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
