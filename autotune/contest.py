@@ -18,7 +18,7 @@ _SCREEN_SHARE = 0.3
 """Of the time there is, what screening on part of the batch may take."""
 
 _HOPELESS = 2.0
-"""A candidate this many times slower than the best is not checked to the end."""
+"""A candidate this many times slower than another is out, before its check is complete."""
 
 
 class Measures(Protocol):
@@ -56,7 +56,7 @@ class Contest:
     """Finds the fastest correct candidate by ``deadline``, give or take one run.
 
     The plain choice sets the yardstick of the check and runs to the end, so that speed-ups come from one run.
-    The heuristic choice is always checked and timed: without it a winner could be worse than no tuning.
+    The heuristic choice is required too, unless far behind: else a winner could be worse than no tuning.
 
     Args:
         problem: what the candidates solve.
@@ -86,6 +86,7 @@ class Contest:
         others = [Entrant(choice) for choice in candidates if choice != plain]
         self.heuristic = self.plain if not candidates or candidates[0] == plain else others[0]
         self.entrants = [self.plain, *others]
+        self._required = [self.plain] if self.heuristic is self.plain else [self.plain, self.heuristic]
         self.timing = False
 
     @property
@@ -98,9 +99,8 @@ class Contest:
         """Screen, check and time until done or out of time. What is known then is in :meth:`trials`."""
         order = self._screen()
         for entrant in order:
-            if not self._check(entrant):
-                break
-        if self.heuristic.status == "unchecked":
+            self._check(entrant)
+        if any(entrant.status == "unchecked" for entrant in self._required):
             return
         self.timing = True
         # Those without a sample first: the time may run out within the first round.
@@ -114,9 +114,10 @@ class Contest:
         )
 
     def trials(self, created_at: float) -> list[Trial]:
-        """All that is certain, one record for each candidate; nothing if the heuristic choice is unknown."""
-        if self.heuristic.status == "unchecked" or (
-            self.heuristic.status == "ok" and not self.heuristic.samples
+        """All that is certain, one record for each candidate; nothing if a required one is unknown."""
+        if any(
+            each.status == "unchecked" or (each.status == "ok" and not each.samples)
+            for each in self._required
         ):
             return []
         out = [entrant for entrant in self.entrants if entrant.status in ("rejected", "failed")]
@@ -133,14 +134,14 @@ class Contest:
         """The entrants in the order to check them: all, or the best on part of the batch if time is short."""
         batch, entrants = self.problem.batch, self.entrants
         if batch == 1 or len(entrants) <= 3:
-            return self._favourites_first(entrants)
-        self._partial(self.plain, 1)
-        unit = self._partial(self.plain, 1)
-        if unit is None:
-            return self._favourites_first(entrants)
+            return self._required_first(entrants)
+        first, second = self._partial(self.plain, 1), self._partial(self.plain, 1)
+        if first is None or second is None:
+            return self._required_first(entrants)
+        unit = min(first, second)
         whole = unit * batch * (self._bench.checks + 1)
         if whole * len(entrants) <= self._time_left_ms() / 2:
-            return self._favourites_first(entrants)
+            return self._required_first(entrants)
         allowed = _SCREEN_SHARE * self._time_left_ms()
         part = min(max(int(allowed / (len(entrants) * unit)), 1), batch // 2)
         end = self._now() + allowed / 1e3
@@ -148,8 +149,12 @@ class Contest:
             if self._now() >= end:
                 break
             entrant.estimate_ms = self._screened(entrant, part) * batch / part
-        ranked = sorted(entrants, key=lambda entrant: entrant.estimate_ms)
-        return self._favourites_first(ranked)[: max(int(self._time_left_ms() / whole), 3)]
+        limit = _HOPELESS * self.plain.estimate_ms
+        hopeful = [each for each in entrants if each.estimate_ms <= limit or each.estimate_ms == math.inf]
+        if self.heuristic not in hopeful:
+            self._required = [self.plain]
+        ranked = sorted(hopeful, key=lambda entrant: entrant.estimate_ms)
+        return self._required_first(ranked)[: max(int(self._time_left_ms() / whole), 3)]
 
     def _screened(self, entrant: Entrant, part: int) -> float:
         """Milliseconds of ``part`` matrices; on a single one, ``loop`` makes no difference."""
@@ -165,9 +170,9 @@ class Contest:
             taken = self._partial(entrant, part)  # the first run may have compiled
         return math.inf if taken is None else taken
 
-    def _favourites_first(self, entrants: list[Entrant]) -> list[Entrant]:
-        first = [self.plain] if self.heuristic is self.plain else [self.plain, self.heuristic]
-        return first + [each for each in entrants if each not in first and each.status != "failed"]
+    def _required_first(self, entrants: list[Entrant]) -> list[Entrant]:
+        others = [each for each in entrants if each not in self._required and each.status != "failed"]
+        return self._required + others
 
     def _partial(self, entrant: Entrant, batch: int) -> float | None:
         self._watch("screening", entrant.choice)
@@ -179,26 +184,26 @@ class Contest:
         entrant.warm = True
         return taken
 
-    def _check(self, entrant: Entrant) -> bool:
-        """Check one entrant; ``False`` when there is no time for it and one sample of each that passed.
+    def _check(self, entrant: Entrant) -> None:
+        """Check one entrant, unless there is no time for it and one sample of each that passed.
 
-        The plain and the heuristic choice need no more than a deadline ahead: without them, all is in vain.
+        The required ones need no more than a deadline ahead: without them, all is in vain.
         """
         if entrant.status == "failed":
-            return True
-        favourite = entrant in (self.plain, self.heuristic)
+            return
+        required = entrant in self._required
         best = min((e.estimate_ms for e in self.entrants if e.status == "ok"), default=math.inf)
         to_time = sum(e.estimate_ms for e in self.entrants if e.status == "ok" and not e.samples)
         for part in range(self._bench.checks):
             expected = entrant.estimate_ms if entrant.estimate_ms < math.inf else 0.0
-            if self._expired() or (not favourite and self._time_left_ms() < to_time + expected):
-                return False
+            if self._expired() or (not required and self._time_left_ms() < to_time + expected):
+                return
             self._watch("checking", entrant.choice)
             try:
                 errors, taken = self._bench.check(entrant.choice, part)
             except Exception as error:
                 self._fail(entrant, error)
-                return True
+                return
             for spectrum, value in errors.items():
                 entrant.errors[spectrum] = _worse(value, entrant.errors.get(spectrum, 0.0))
             if not entrant.warm:
@@ -208,10 +213,9 @@ class Contest:
             entrant.estimate_ms = taken
             entrant.samples.append(taken)
             hopeless = taken > _HOPELESS * best and part + 1 < self._bench.checks
-            if hopeless and not favourite:
-                return True
+            if hopeless and not required:
+                return
         self._judge(entrant)
-        return True
 
     def _judge(self, entrant: Entrant) -> None:
         """Pass or reject by the spectrum where the error is largest against its bound."""

@@ -158,10 +158,11 @@ class Tuner:
         return False
 
     def _share(self, problem: Problem, remaining: Sequence[Problem], seconds: float) -> float:
-        """Half of the time by cost, for the big problems; half evenly, for the small ones; but enough."""
+        """What it needs, and of what nobody needs a part: half by cost, half evenly, for the small ones' sake."""
+        spare = max(seconds - sum(map(self._needed_s, remaining)), 0.0)
         by_cost = _work(problem) / sum(map(_work, remaining))
-        share = seconds * (by_cost + 1 / len(remaining)) / 2
-        return min(max(share, 2 * self._needed_s(problem)), seconds)
+        share = self._needed_s(problem) + spare * (by_cost + 1 / len(remaining)) / 2
+        return min(share, seconds)
 
     def _needed_s(self, problem: Problem) -> float:
         kind = (problem.device, problem.dtype)

@@ -12,6 +12,9 @@ from dmuon.kernels.coefficients import CoefficientSet
 from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.restarts import default_restarts
 
+MIXED_LIMIT = 768
+"""The largest m at which the Gram product may be worth a backend that the m×m products are not."""
+
 
 def plain_choice(problem: Problem) -> NSChoice:
     """The standard form with whole torch products, batched: what a library without tuning runs."""
@@ -70,14 +73,17 @@ def _loops(problem: Problem, backend: str) -> tuple[bool, ...]:
 def _products(
     problem: Problem, backends: Sequence[str]
 ) -> Iterator[tuple[ProductChoice, ProductChoice, ProductChoice]]:
-    """(gram, symmetric_product, apply): one backend and configuration for both symmetric products.
+    """(gram, symmetric_product, apply): one backend and configuration for both symmetric products, or for the
+    Gram product alone: its operand is longer, so there a backend pays at smaller m.
 
-    A backend without an ``apply`` of its own is completed by torch's.
+    What a backend has no product for is completed by torch's.
     """
     m, n, dtype = problem.m, problem.n, problem.dtype
     for name in backends:
         applies = BACKENDS[name].configs("apply", m, n, dtype)
         apply = ProductChoice(name, applies[0]) if applies else ProductChoice("torch")
         for config in BACKENDS[name].configs("gram", m, n, dtype):
-            symmetric = ProductChoice(name, config)
-            yield symmetric, symmetric, apply
+            product = ProductChoice(name, config)
+            yield product, product, apply
+            if name != "torch" and m <= MIXED_LIMIT:
+                yield product, ProductChoice("torch"), apply

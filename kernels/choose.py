@@ -141,8 +141,8 @@ def heuristic_choice(problem: Problem, coefficients: CoefficientSet | None = Non
     """The choice for a ``gram_ns`` problem that nobody tuned.
 
     * Form: standard below an aspect of :data:`NEAR_SQUARE`, else Gram with :func:`default_restarts`.
-    * Products: on a CPU, lower blocks from m = 512 on — halves of 192 in fp32 and fp64, panels of 192 in half
-      precision; whole products below, and on any other device until it is tuned.
+    * Products: on a CPU, lower blocks from m = 512 on — panels, or halves in fp32 and fp64 from m = 1024 — of
+      192 rows, more from m = 2048; whole products below, and on any other device until it is tuned.
     * Batches: one matrix at a time from m = 512 on a CPU, where a single product fills it; else together.
 
     ``coefficients`` are needed for a caller's own list; a named set is found from the problem.
@@ -153,8 +153,8 @@ def heuristic_choice(problem: Problem, coefficients: CoefficientSet | None = Non
     large = problem.device.startswith("cpu") and problem.m >= 512
     products = ProductChoice("torch")
     if large:
-        split = "panel" if problem.dtype in ("bf16", "fp16") else "halves"
-        products = ProductChoice("blocked", {"block": 192, "split": split})
+        split = "halves" if problem.dtype in ("fp32", "fp64") and problem.m >= 1024 else "panel"
+        products = ProductChoice("blocked", {"block": max(192, problem.m // 8), "split": split})
     return NSChoice(
         method="gram" if gram_form else "standard",
         restarts=restarts,

@@ -107,11 +107,11 @@ def test_the_nearest_shape_answers():
 
 
 def test_a_choice_that_the_new_shape_cannot_use_is_passed_over():
-    """Blocks of 256 make no sense at m = 200, where the nearest trial used them."""
-    near = trial(blocked(256), 1.0, ns_problem(300, 1024))
-    next_best = trial(blocked(128), 1.0, ns_problem(390, 1024))
-    assert Answers([near, next_best]).nearest(ns_problem(200, 1024)) == next_best
-    assert Answers([near]).nearest(ns_problem(200, 1024)) is None
+    """The nearest trial used blocks of 256, which make no sense at m = 400."""
+    near = trial(blocked(256), 1.0, ns_problem(600, 2048))
+    next_best = trial(blocked(128), 1.0, ns_problem(700, 2048))
+    assert Answers([near, next_best]).nearest(ns_problem(400, 2048)) == next_best
+    assert Answers([near]).nearest(ns_problem(400, 2048)) is None
 
 
 def test_invalid_trials_answer_nothing():

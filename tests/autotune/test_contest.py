@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -205,3 +206,24 @@ def test_a_hopeless_candidate_is_not_checked_to_the_end():
     found.run()
     assert Counter(bench.log)["check", S] == 2
     assert len(found.trials(1.0)) == 3
+
+
+def test_a_heuristic_choice_that_is_far_behind_is_not_waited_for():
+    """Ten times slower than plain on part of the batch, it cannot be what to fall back to."""
+    many = [blocked(8 * k) for k in range(1, 17)]
+    ms = {choice_text(choice): 1400.0 for choice in many} | {P: 2800.0, H: 28_000.0}
+    bench = SimulatedBench(Clock(), ms)
+    found = contest(bench, (HEURISTIC, *many), seconds=40.0, batch=14)
+    found.run()
+    assert found.best is not None and found.best.choice in many
+    assert ("check", H) not in bench.log
+    assert HEURISTIC.to_config() not in [trial.config for trial in found.trials(1.0)]
+
+
+def test_the_twin_of_a_screened_candidate_is_not_screened_again():
+    """On one matrix, one by one is the same as together."""
+    many = [replace(blocked(8 * k), loop=loop) for k in range(1, 17) for loop in (False, True)]
+    ms = {choice_text(choice): 1400.0 for choice in many} | {P: 2800.0, H: 2000.0}
+    bench = SimulatedBench(Clock(), ms)
+    contest(bench, (HEURISTIC, *many), seconds=20.0, batch=14).run()
+    assert len({name for kind, name in bench.log if kind == "part"}) == 18

@@ -98,9 +98,9 @@ def test_a_large_shape_that_is_off_does_not_spoil_the_small_ones(store: Store):
     """The error that is minimised is relative: seconds at one shape must not outweigh milliseconds at others."""
     shapes = [(32, 64), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256)]
     store.record(trial(PLAIN, truth(PLAIN, *shape), ns_problem(*shape)) for shape in shapes)
-    store.record([trial(PLAIN, 1.5 * truth(PLAIN, 4096, 8192), ns_problem(4096, 8192))])
+    store.record([trial(PLAIN, 1.1 * truth(PLAIN, 4096, 8192), ns_problem(4096, 8192))])
     cost = CostTable(store, torch.device("cpu"), "fp32").ms(12, 20)
-    assert cost.ms == pytest.approx(truth(heuristic(12, 20), 12, 20), rel=0.25)
+    assert cost.ms == pytest.approx(truth(heuristic(12, 20), 12, 20), rel=0.2)
 
 
 def test_near_a_measured_shape_its_time_is_carried_over(store: Store):

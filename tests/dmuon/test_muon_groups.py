@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
 import dmuon
+from dmuon.autotune import TunedChooser
+from dmuon.kernels.choose import current_chooser, set_chooser
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.policy import MatrixPolicy
 
@@ -277,12 +278,19 @@ def test_zero_grad_and_hooks() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_autotune_is_passed_on_and_left_alone_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-    fake = types.ModuleType("dmuon.autotune")
-    fake.install = lambda *, mode: modes.append(mode)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "dmuon.autotune", fake)
-    dmuon.Muon([matrix()])
-    assert modes == []
-    dmuon.Muon([matrix()], autotune="cache")
-    assert modes == ["cache"]
+def test_autotune_installs_a_chooser_and_none_leaves_it_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DMUON_CACHE", str(tmp_path))
+    previous = set_chooser(None)
+    try:
+        dmuon.Muon([matrix()])
+        assert current_chooser() is None
+        dmuon.Muon([matrix()], autotune="cache")
+        installed = current_chooser()
+        assert isinstance(installed, TunedChooser) and installed.mode == "cache"
+        with pytest.raises(ValueError, match=r"mode must be one of .* got .sometimes."):
+            dmuon.Muon([matrix()], autotune="sometimes")
+        assert current_chooser() is installed
+    finally:
+        set_chooser(previous)
