@@ -132,9 +132,11 @@ def test_raising_late_fails_too():
 
 def test_nothing_is_kept_while_the_heuristic_choice_is_unknown():
     """Else the best of what is stored could be slower than no tuning at all."""
-    bench = SimulatedBench(Clock(), {**TIMES, P: 900.0, H: 900.0})
+    parts = [{"gaussian": 1e-6}] * 3
+    bench = SimulatedBench(Clock(), {**TIMES, P: 300.0, H: 300.0}, dict.fromkeys(TIMES, parts), checks=3)
     found = contest(bench, seconds=1.0)
     found.run()
+    assert found.plain.samples
     assert found.trials(1.0) == []
 
 
