@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from dmuon.autotune.search import SAMPLES
 from dmuon.autotune.versions import valid
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.candidates import plain_choice
@@ -62,14 +63,17 @@ def is_legal(choice: NSChoice, problem: Problem, *, listed: bool = False) -> boo
 def best_trial(trials: Iterable[Trial]) -> Trial | None:
     """The fastest of ``trials``, all of one problem and usable.
 
-    Times are comparable within one run (trials with one ``created_at``), and there among the candidates that
-    stayed to the end. Between runs, what counts is the time relative to the plain choice of the same run.
+    Times are comparable within one run (trials with one ``created_at``) alone, and there among the candidates
+    that stayed to the end. Of several runs, the newest counts that took all its samples, or else took the most.
     """
     runs: dict[float, list[Trial]] = {}
     for trial in trials:
         runs.setdefault(trial.created_at, []).append(trial)
-    winners = [min(_finalists(run), key=_milliseconds) for run in runs.values()]
-    return min(winners, key=lambda trial: _standing(trial, runs[trial.created_at]), default=None)
+    if not runs:
+        return None
+    run = max(runs.values(), key=lambda run: (min(_most_samples(run), SAMPLES), run[0].created_at))
+    finalists = [trial for trial in run if 2 * trial.samples >= _most_samples(run)]
+    return min(finalists, key=lambda trial: trial.median_ms or math.inf)
 
 
 def plain_trial(trials: Iterable[Trial], like: Trial) -> Trial | None:
@@ -126,17 +130,5 @@ def _runs_in_range(choice: NSChoice, problem: Problem) -> bool:
     return steps[0].isdecimal() and all(k < int(steps[0]) for k in choice.restarts) if steps else False
 
 
-def _finalists(run: list[Trial]) -> list[Trial]:
-    """Those with at least half the samples of the most sampled: the others were dropped on the way."""
-    most = max(trial.samples for trial in run)
-    return [trial for trial in run if 2 * trial.samples >= most]
-
-
-def _milliseconds(trial: Trial) -> float:
-    return trial.median_ms or math.inf
-
-
-def _standing(winner: Trial, run: list[Trial]) -> tuple[float, float, float]:
-    plain = plain_trial(run, winner)
-    relative = _milliseconds(winner) / _milliseconds(plain) if plain else math.inf
-    return relative, _milliseconds(winner), -winner.created_at
+def _most_samples(run: list[Trial]) -> int:
+    return max(trial.samples for trial in run)

@@ -34,24 +34,26 @@ class Progress:
 class Outcome:
     """What became of one problem.
 
-    ``stored``: valid trials were there. ``tuned``: ``trials`` are new, and the fastest of ``candidates``.
-    ``not reached`` and ``failed`` say why in ``reason``.
+    ``stored``: the store had the answer. ``tuned``: ``trials`` of this run were added to it. ``not reached`` and
+    ``failed`` say why in ``reason``. ``known`` are all usable trials, of earlier runs too; ``candidates`` is how
+    many there were to try in this one.
     """
 
     problem: Problem
     status: Status
+    known: tuple[Trial, ...] = ()
     trials: tuple[Trial, ...] = ()
     candidates: int = 0
     reason: str = ""
 
     @property
     def best(self) -> Trial | None:
-        """The fastest usable trial."""
-        return best_trial(trial for trial in self.trials if choice_of(trial) is not None)
+        """The trial whose choice is used from now on."""
+        return best_trial(self.known)
 
     @property
     def choice(self) -> NSChoice | None:
-        """What will run this problem from now on; ``None`` if nothing is known."""
+        """What runs this problem from now on; ``None`` if nothing is known."""
         best = self.best
         return None if best is None else choice_of(best)
 
@@ -59,7 +61,7 @@ class Outcome:
     def speedup(self) -> float | None:
         """How many times faster than the plain choice, both timed in one run."""
         best = self.best
-        plain = None if best is None else plain_trial(self.trials, best)
+        plain = None if best is None else plain_trial(self.known, best)
         if best is None or plain is None or not best.median_ms or not plain.median_ms:
             return None
         return plain.median_ms / best.median_ms

@@ -220,8 +220,9 @@ class Tuner:
         if not trials:
             return Outcome(problem, "not reached", reason="the time ran out before a first answer")
         if all(trial.status != "ok" for trial in trials):
-            return Outcome(problem, "failed", trials, candidates, f"no candidate works: {trials[0].message}")
-        return Outcome(problem, "tuned", trials, candidates)
+            reason = f"no candidate works: {trials[0].message}"
+            return Outcome(problem, "failed", (), trials, candidates, reason)
+        return Outcome(problem, "tuned", usable_trials(self._store, problem), trials, candidates)
 
     def _check_backends(self, device: torch.device) -> None:
         for name in self._backends or ():

@@ -6,8 +6,6 @@ stays zero, and NaN or Inf makes its own matrix NaN and no other. Norms are summ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -22,47 +20,50 @@ def normalized_copy(G: Tensor, out: Tensor) -> Tensor:
     """
     # Two plain reductions: measured on a CPU, fifty times as fast as an infinity norm.
     largest = torch.maximum(G.amax((-2, -1), keepdim=True), -G.amin((-2, -1), keepdim=True))
-    largest = _nonzero(largest)
+    _lift_zero(largest)
     if out.dtype in (torch.float32, torch.float64) and torch.promote_types(G.dtype, out.dtype) == out.dtype:
         if G.dtype == out.dtype:
             torch.div(G, largest, out=out)
         else:
             out.copy_(G).div_(largest)
-        return out.div_(_frobenius([out], out.dtype))
+        return out.div_(_lift_zero(_frobenius(out)).to(out.dtype))
     # Narrowing: scale in a dtype as wide as G, panel by panel, and round once.
     wide = torch.promote_types(G.dtype, torch.float32)
     largest = largest.to(wide)
-    norm = _frobenius((panel.to(wide) / largest for panel in _panels(G, wide, out.dtype)), wide)
-    for target, source in zip(_panels(out, wide, out.dtype), _panels(G, wide, out.dtype), strict=True):
-        target.copy_(
-            source.to(wide).div_(largest).div_(norm) if source.dtype != wide else source / largest / norm
-        )
+    panels = _panels(G, wide, out.dtype)
+    norms = [_frobenius(panel.to(wide) / largest) for panel in panels]
+    norm = (
+        norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.cat(norms, -1), dim=-1, keepdim=True)
+    )
+    norm = _lift_zero(norm).to(wide)
+    for target, source in zip(_panels(out, wide, out.dtype), panels, strict=True):
+        target.copy_((source.to(wide) / largest).div_(norm))
     return out
 
 
-def _nonzero(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+def _lift_zero(scale: Tensor) -> Tensor:
+    """Make a divisor of 0 positive, in place: 0 / tiny is 0. Lifting subnormals as well does no harm, since what
+    a first division leaves of the scale, the second takes away."""
+    return scale.clamp_(min=torch.finfo(scale.dtype).tiny)
 
 
-def _frobenius(panels: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """‖·‖_F over panels of the same matrices: rows in their dtype, then rows and panels together in fp64."""
-    squares: Tensor | None = None
-    for panel in panels:
-        # Along the dimension that is contiguous: across it, a CPU takes fifty times as long.
-        along, across = (-1, -2) if panel.stride(-1) <= panel.stride(-2) else (-2, -1)
-        rows = torch.linalg.vector_norm(panel, dim=along, keepdim=True)
-        wide = rows if rows.device.type == "mps" else rows.double()
-        part = wide.square().sum(dim=across, keepdim=True)
-        squares = part if squares is None else squares + part
-    assert squares is not None
-    return _nonzero(squares.sqrt()).to(dtype)
+def _frobenius(matrix: Tensor) -> Tensor:
+    """‖·‖_F of each matrix, (…, 1, 1): rows in their own dtype, then together in fp64."""
+    # Along the dimension that is contiguous: across it, a CPU takes fifty times as long.
+    along, across = (-1, -2) if matrix.stride(-1) <= matrix.stride(-2) else (-2, -1)
+    rows = torch.linalg.vector_norm(matrix, dim=along, keepdim=True)
+    wide = rows.dtype if rows.device.type == "mps" else torch.float64
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=across, keepdim=True, dtype=wide)
+    return norms
 
 
-def _panels(matrix: Tensor, wide: torch.dtype, working: torch.dtype) -> list[Tensor]:
+def _panels(matrix: Tensor, wide: torch.dtype, working: torch.dtype) -> tuple[Tensor, ...]:
     """Cut along the longer side, so that a panel's ``wide`` copy is at most one working m×m matrix."""
     rows, columns = matrix.shape[-2:]
     short, long = min(rows, columns), max(rows, columns)
-    batch = max(1, matrix[..., 0, 0].numel())
-    ratio = wide.itemsize // working.itemsize
-    width = max(short // max(1, ratio), _SMALLEST_PANEL // (short * batch), 1)
-    return list(torch.split(matrix, min(width, long), dim=-1 if columns >= rows else -2))
+    batch = matrix.numel() // (rows * columns)
+    ratio = max(1, wide.itemsize // working.itemsize)
+    width = max(short // ratio, _SMALLEST_PANEL // (short * batch), 1)
+    if width >= long:
+        return (matrix,)
+    return torch.split(matrix, width, dim=-1 if columns >= rows else -2)

@@ -6,7 +6,7 @@ form X ← P X is the recurrence restarted before every step. Everything in Gram
 all of it is symmetric and commutes — but for rounding, which decides how each product may be formed:
 
 * P R P is computed as P (R P), never as (P P) R: only the former keeps small eigenvalues accurate.
-* R, P, R P and P R P come from lower triangles and are exactly symmetric.
+* R, P, R P and P R P may come from lower blocks and their mirror.
 * P Q is a full product in this order. From its lower triangle alone, the commutator of P and Q would grow
   from step to step: measured in fp16 on clustered spectra, to five times the error of the full product.
 """
@@ -119,25 +119,34 @@ def _iterate(
     """Run all segments on X (2-D or 3-D); the orthogonalised matrix lands in ``result``. X and Y are scratch."""
     free = list(grams)
     for k, steps in enumerate(segments):
-        Q = _polynomial(X, free, steps, products)
+        Q, shift = _polynomial(X, free, steps, products)
         last = k == len(segments) - 1
         if last and result.dtype == X.dtype:
-            products.apply(Q, X, result)
+            _apply(Q, X, result, shift, products)
         elif Y is not None:
-            products.apply(Q, X, Y)
+            _apply(Q, X, Y, shift, products)
             X, Y = Y, X
         else:
             panel = next(buffer for buffer in free if buffer is not Q)
-            _apply_by_panels(Q, X, result if last else X, panel, products)
+            _apply_by_panels(Q, X, result if last else X, panel, shift, products)
             continue
         if last and result.dtype != X.dtype:
             result.copy_(X)
 
 
-def _polynomial(X: Tensor, free: list[Tensor], steps: tuple[Triple, ...], products: _Products) -> Tensor:
-    """Q, the product of the step polynomials of R = X Xᵀ, in one of the four ``free`` m×m buffers."""
+def _polynomial(
+    X: Tensor, free: list[Tensor], steps: tuple[Triple, ...], products: _Products
+) -> tuple[Tensor, float]:
+    """Q and q, with Q + qI the product of the step polynomials of R = X Xᵀ; Q is one of the ``free`` buffers.
+
+    A lone step leaves q = a out of Q: in half precision, a rounded diagonal a + bR + cR² would cost twice the
+    error of all else. Several steps need each P rounded once and used the same in R and Q: there q = 0.
+    """
     R, Q, *rest = free
     products.gram(X, R)
+    if len(steps) == 1:
+        ((a, b, c),) = steps
+        return products.symmetric_product(R, R, Q, alpha=c, beta=b, C=R), a
     for k, (a, b, c) in enumerate(steps):
         if k == 0:
             P = Q
@@ -151,13 +160,20 @@ def _polynomial(X: Tensor, free: list[Tensor], steps: tuple[Triple, ...], produc
             scratch = rest[-1]
             products.symmetric_product(R, P, scratch)
             products.symmetric_product(P, scratch, R)
-    return Q
+    return Q, 0.0
 
 
-def _apply_by_panels(Q: Tensor, X: Tensor, target: Tensor, panel: Tensor, products: _Products) -> None:
-    """target ← Q X, m columns at a time through ``panel``; ``target`` may be X, and may be of another dtype."""
+def _apply(Q: Tensor, X: Tensor, target: Tensor, shift: float, products: _Products) -> Tensor:
+    """target ← (Q + shift·I) X."""
+    return products.apply(Q, X, target, beta=shift, C=X if shift else None)
+
+
+def _apply_by_panels(
+    Q: Tensor, X: Tensor, target: Tensor, panel: Tensor, shift: float, products: _Products
+) -> None:
+    """The same, m columns at a time through ``panel``; ``target`` may be X, and may be of another dtype."""
     m, n = X.shape[-2:]
     for start in range(0, n, m):
         part = slice(start, min(start + m, n))
         columns = panel[..., : part.stop - start]
-        target[..., part].copy_(products.apply(Q, X[..., part], columns))
+        target[..., part].copy_(_apply(Q, X[..., part], columns, shift, products))

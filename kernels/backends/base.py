@@ -53,7 +53,7 @@ def matmul(A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, C: Tens
         return _emulate_half(A, B, out, alpha, beta, C)
     if C is None:
         if alpha == 1:
-            return torch.matmul(A, B, out=out)
+            return torch.mm(A, B, out=out) if A.ndim == 2 else torch.bmm(A, B, out=out)
         C, beta = out, 0.0
     if C.data_ptr() == out.data_ptr():
         # With `out=` torch would copy C aside first, even onto itself.
