@@ -58,12 +58,11 @@ def _frobenius(matrix: Tensor) -> Tensor:
 
 
 def _panels(matrix: Tensor, wide: torch.dtype, working: torch.dtype) -> tuple[Tensor, ...]:
-    """Cut along the longer side, so that a panel's ``wide`` copy is at most one working m×m matrix."""
+    """Cut along the longer side, so that two ``wide`` copies of a panel take at most four working m×m matrices."""
     rows, columns = matrix.shape[-2:]
     short, long = min(rows, columns), max(rows, columns)
     batch = matrix.numel() // (rows * columns)
-    ratio = max(1, wide.itemsize // working.itemsize)
-    width = max(short // ratio, _SMALLEST_PANEL // (short * batch), 1)
+    width = max(2 * short * working.itemsize // wide.itemsize, _SMALLEST_PANEL // (short * batch), 1)
     if width >= long:
         return (matrix,)
     return torch.split(matrix, width, dim=-1 if columns >= rows else -2)
