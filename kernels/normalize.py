@@ -26,7 +26,7 @@ def normalized_copy(G: Tensor, out: Tensor) -> Tensor:
             torch.div(G, largest, out=out)
         else:
             out.copy_(G).div_(largest)
-        return out.div_(_lift_zero(_frobenius(out)).to(out.dtype))
+        return out.div_(_lift_zero(_frobenius(out).to(out.dtype)))
     # Narrowing: scale in a dtype as wide as G, panel by panel, and round once.
     wide = torch.promote_types(G.dtype, torch.float32)
     largest = largest.to(wide)
@@ -35,7 +35,7 @@ def normalized_copy(G: Tensor, out: Tensor) -> Tensor:
     norm = (
         norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.cat(norms, -1), dim=-1, keepdim=True)
     )
-    norm = _lift_zero(norm).to(wide)
+    norm = _lift_zero(norm.to(wide))
     for target, source in zip(_panels(out, wide, out.dtype), panels, strict=True):
         target.copy_((source.to(wide) / largest).div_(norm))
     return out

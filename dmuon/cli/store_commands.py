@@ -189,25 +189,19 @@ def _why_drop(trial: Trial, oldest: float | None, rejected: bool) -> str | None:
 
 
 def _best(trials: list[Trial]) -> list[Trial]:
-    """The fastest trial of each problem among those that are right and up to date."""
+    """The trial of each problem that DMuon would use, of those that are right and up to date."""
     from dmuon.cli.trial_tables import problem_of
 
-    best: dict[tuple[Any, ...], Trial] = {}
-    if trials:
-        # The tuner brings torch along: an empty store must not wait for it.
-        from dmuon.autotune import valid
+    if not trials:
+        return []  # the tuner brings torch along: an empty store must not wait for it
+    from dmuon.autotune import valid
+    from dmuon.autotune.answers import best_trial
 
-        for trial in trials:
-            if trial.status == "ok" and valid(trial):
-                rival = best.setdefault(problem_of(trial), trial)
-                if _milliseconds(trial) < _milliseconds(rival):
-                    best[problem_of(trial)] = trial
-    return list(best.values())
-
-
-def _milliseconds(trial: Trial) -> float:
-    assert trial.median_ms is not None, "an ok trial has a time"
-    return trial.median_ms
+    usable: dict[tuple[Any, ...], list[Trial]] = {}
+    for trial in trials:
+        if trial.status == "ok" and valid(trial):
+            usable.setdefault(problem_of(trial), []).append(trial)
+    return [best for group in usable.values() if (best := best_trial(group))]
 
 
 def _explain_nothing(store: Store) -> None:

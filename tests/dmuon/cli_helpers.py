@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from click.testing import CliRunner
-from dmuon.kernels.choose import NSChoice, ProductChoice
-from dmuon.tuning_cache import Trial
 
 from dmuon.cli import main
+from dmuon.kernels.choose import NSChoice, ProductChoice
+from dmuon.tuning_cache import Trial
 
 CPU, GPU = "cpu:Some CPU AVX512:2", "cuda:NVIDIA H200"
 BLOCKED = ProductChoice("blocked", {"block": 256})

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import invoke, trial
-from dmuon.tuning_cache import Store
 
 from dmuon.cli import doctor as doctor_module
 from dmuon.cli.probe import probe_import
+from dmuon.tuning_cache import Store
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sqlite3
 import time
 
-import dmuon.autotune
 import pytest
 from cli_helpers import CPU, GPU, check_one_line_error, invoke, lines, trial
+
+import dmuon.autotune
 from dmuon.kernels.choose import NSChoice
 from dmuon.tuning_cache import Store
 

@@ -7,8 +7,9 @@ import sys
 import threading
 
 import pytest
-from dmuon.tuning_cache import Store, Trial, shipped, shipped_trials
 from sample_trials import sample_trial
+
+from dmuon.tuning_cache import Store, Trial, shipped, shipped_trials
 
 TRIALS = [sample_trial(m=m, message=f"tried “{m}”\nand noted", created_at=float(m)) for m in (64, 128, 256)]
 

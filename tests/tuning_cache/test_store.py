@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from dmuon.tuning_cache import Store, default_path
 from sample_trials import sample_trial
+
+from dmuon.tuning_cache import Store, default_path
 
 
 @pytest.fixture

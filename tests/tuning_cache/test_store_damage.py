@@ -12,8 +12,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-from dmuon.tuning_cache import Store, StoreUnavailable, StoreWarning, database, migrations
 from sample_trials import sample_trial
+
+from dmuon.tuning_cache import Store, StoreUnavailable, StoreWarning, database, migrations
 
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 needs_permissions = pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")

@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from dmuon.tuning_cache import Store, StoreWarning
 from sample_trials import sample_trial
+
+from dmuon.tuning_cache import Store, StoreWarning
 
 
 def write(path: str, log: str, number: str, seconds: str) -> None:

@@ -4,10 +4,11 @@ import json
 import math
 
 import pytest
-from dmuon.tuning_cache import Trial
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_trials import sample_trial
+
+from dmuon.tuning_cache import Trial
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
