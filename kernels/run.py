@@ -24,6 +24,9 @@ from dmuon.kernels.choose import NSChoice, ProductChoice
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.kernels.normalize import normalized_copy
 
+_CACHE_BYTES = 4 << 20
+"""What a batch's matrices may take together on a CPU: the cores' second-level caches, about."""
+
 
 def run_ns(
     G: Tensor, choice: NSChoice, coefficients: CoefficientSet, dtype: torch.dtype, out: Tensor | None = None
@@ -38,11 +41,18 @@ def run_ns(
         out: result, of G's shape; may be G itself, and must not overlap it otherwise. New and of G's dtype
             if ``None``.
 
-    Beyond the result this holds one copy of G in ``dtype`` and four m×m matrices per matrix of a batch
-    (per call with ``choice.loop``).
+    Beyond the result this holds one copy of G in ``dtype`` and four m×m matrices per matrix of a batch, or of
+    as many matrices as run at a time.
     """
     if out is None:
         out = torch.empty_like(G, memory_format=torch.contiguous_format)
+    together = _together(G, choice.loop, dtype)
+    if G.ndim > 2 and together < G.shape[0]:
+        for start in range(0, G.shape[0], together):
+            # A lone matrix drops its batch dimension: plain products are faster than batches of one.
+            part = slice(start, start + together) if together > 1 else start
+            run_ns(G[part], choice, coefficients, dtype, out[part])
+        return out
     restarts = range(1, len(coefficients)) if choice.method == "standard" else choice.restarts
     segments = _segments(coefficients.steps, restarts)
     working = torch.empty(G.shape, dtype=dtype, device=G.device)
@@ -59,17 +69,24 @@ def run_ns(
     tall = G.shape[-2] > G.shape[-1]
     X, Y, result = (None if t is None else _matrices(t, tall) for t in (start, other, out))
     assert X is not None and result is not None
-    products = _Products(choice)
-    m, looped = X.shape[-2], choice.loop and X.ndim == 3
     # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
-    buffers = 3 if choice.method == "standard" else 4
-    grams = torch.empty(buffers, *(() if looped else X.shape[:-2]), m, m, dtype=dtype, device=G.device)
-    if not looped:
-        _iterate(X, Y, result, grams, segments, products)
-        return out
-    for k in range(X.shape[0]):
-        _iterate(X[k], None if Y is None else Y[k], result[k], grams, segments, products)
+    buffers, m = 3 if choice.method == "standard" else 4, X.shape[-2]
+    grams = torch.empty(buffers, *X.shape[:-2], m, m, dtype=dtype, device=G.device)
+    _iterate(X, Y, result, grams, segments, _Products(choice))
     return out
+
+
+def _together(G: Tensor, loop: bool, dtype: torch.dtype) -> int:
+    """How many entries of G's first dimension run at a time: one with ``loop``, all on a GPU; on a CPU, as many
+    matrices as keep what they iterate on in its cache (measured at 128×512: a fifth faster than 32 at once)."""
+    if G.ndim == 2 or loop:
+        return 1
+    if G.device.type != "cpu":
+        return G.shape[0]
+    m, n = sorted(G.shape[-2:])
+    entry = (2 * m * n + 4 * m * m) * dtype.itemsize * (G[0].numel() // (m * n))
+    largest = max(2, _CACHE_BYTES // entry)
+    return -(-G.shape[0] // -(-G.shape[0] // largest))
 
 
 class _Products:
