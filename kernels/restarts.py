@@ -18,18 +18,18 @@ import torch
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.kernels.precision import precision_name
 
-ROUNDING = {"fp64": -1.2e-16, "fp32": -6e-8, "bf16": -3.9e-3, "fp16": -4.9e-4}
-"""δ per working precision: its unit roundoff u, which bounds the harm. Rounding moves each entry of R by at most
-u·|Rᵢⱼ|, and so an eigenvalue by at most u·‖R‖. A rank-1 matrix whose rows take two values comes close: 0.8 u in
-bf16. Independent errors would leave u/√m."""
+ROUNDING = {"fp64": -1.2e-16, "fp32": -6e-8, "bf16": -3.1e-3, "fp16": -4.9e-4}
+"""δ per working precision, about its unit roundoff u: rounding moves each entry of R by at most u·|Rᵢⱼ|, so an
+eigenvalue by at most u·‖R‖. Independent errors leave u/√m; rows of two distinct values come closest to the bound.
+For bf16 it is the worst of 12 million such matrices (u is 3.9e-3), against 1e-3 in rank-1 and all-ones inputs."""
 
-SPREAD_LIMIT = {"fp64": 1e8, "fp32": 1e4, "bf16": 128.0, "fp16": 128.0}
+SPREAD_LIMIT = {"fp64": 1e8, "fp32": 1e4, "bf16": 150.0, "fp16": 150.0}
 """Restarts are added until the spread is below this: beyond it, QX keeps too few digits of a small singular
 value next to a large one."""
 
 SHIPPED: dict[tuple[str, str], tuple[int, ...]] = {
     ("polar_express:5", "fp16"): (2,),
-    ("polar_express:5", "bf16"): (1, 3),
+    ("polar_express:5", "bf16"): (1, 2),
     ("you:5", "fp16"): (2,),
     ("you:5", "bf16"): (1, 3),
     ("keller_jordan:5", "fp16"): (3,),

@@ -48,9 +48,9 @@ def run_ns(
         out = torch.empty_like(G, memory_format=torch.contiguous_format)
     together = _together(G, choice.loop, dtype)
     if G.ndim > 2 and together < G.shape[0]:
-        for start in range(0, G.shape[0], together):
+        for first in range(0, G.shape[0], together):
             # A lone matrix drops its batch dimension: plain products are faster than batches of one.
-            part = slice(start, start + together) if together > 1 else start
+            part = slice(first, first + together) if together > 1 else first
             run_ns(G[part], choice, coefficients, dtype, out[part])
         return out
     restarts = range(1, len(coefficients)) if choice.method == "standard" else choice.restarts
