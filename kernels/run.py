@@ -111,11 +111,14 @@ def _segments(steps: tuple[Triple, ...], restarts: range | tuple[int, ...]) -> l
 
 
 def _spare(out: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """``out``'s memory as a second working copy: itself in its own dtype, a reinterpretation of a wider one."""
+    """``out``'s memory as a second working copy: itself in its own dtype, the front part of a wider one.
+
+    Without gaps: torch copies operands that have some before a product in bf16.
+    """
     if out.dtype == dtype:
         return out
-    if out.dtype.itemsize > dtype.itemsize and out.stride(-1) == 1:
-        return out.view(dtype)[..., : out.shape[-1]]
+    if out.dtype.itemsize > dtype.itemsize and out.is_contiguous():
+        return out.view(dtype).flatten()[: out.numel()].view(out.shape)
     return None
 
 

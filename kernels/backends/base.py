@@ -63,20 +63,24 @@ def matmul(A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, C: Tens
     return fused(C, A, B, beta=beta, alpha=alpha, out=out)
 
 
+_EMULATED_PANEL = 1 << 16
+"""Elements of an fp32 panel."""
+
+
 def _emulate_half(A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, C: Tensor | None) -> Tensor:
     """fp16 on a CPU as tensor cores do it — fp32 sums, rounded once — since no CPU kernel is both fast and so exact.
 
-    It serves to check a GPU's numerics, not to be fast. The long side is walked in panels, so that the fp32
-    copies stay small.
+    It serves to check a GPU's numerics, not to be fast: it walks in panels, so that the fp32 copies stay small.
     """
     rows, depth, columns = A.shape[-2], A.shape[-1], B.shape[-1]
-    width = max(rows, 64)
+    batch = out.numel() // (rows * columns)
+    width = min(max(_EMULATED_PANEL // (rows * batch), 64), 256)
     for start in range(0, columns, width):
         part = slice(start, min(start + width, columns))
         total = torch.zeros(*out.shape[:-1], part.stop - start, dtype=torch.float32)
+        add = total.addmm_ if A.ndim == 2 else total.baddbmm_
         for k in range(0, depth, width):
-            total += A[..., k : k + width].float() @ B[..., k : k + width, part].float()
-        total *= alpha
+            add(A[..., k : k + width].float(), B[..., k : k + width, part].float(), alpha=alpha)
         if C is not None:
             total.add_(C[..., part], alpha=beta)
         out[..., part].copy_(total)

@@ -1,0 +1,167 @@
+"""Newton–Schulz against the polynomial of an SVD in fp64: forms, precisions, scales, spectra and shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from spectra import DTYPES, ROUNDOFF, SPECTRA, matrix, polynomial
+
+from dmuon.kernels import (
+    default_restarts,
+    exact_polar,
+    gram_ns,
+    keller_jordan,
+    polar_express,
+    polynomial_polar,
+    you,
+)
+from dmuon.kernels.choose import NSChoice, ProductChoice
+from dmuon.kernels.reference import relative_error
+from dmuon.kernels.run import run_ns
+
+SETS = {"polar_express": polar_express(), "keller_jordan": keller_jordan(), "you": you()}
+SHAPES = [
+    (64, 64),
+    (40, 100),
+    (100, 40),
+    (1, 50),
+    (50, 1),
+    (1, 1),
+    (63, 63),
+    (127, 129),
+    (3, 20, 50),
+    (2, 2, 50, 20),
+]
+HALVES = ProductChoice("blocked", {"block": 24, "split": "halves"})
+PANELS = ProductChoice("blocked", {"block": 24, "split": "panel"})
+
+
+def slope(name: str) -> float:
+    """p'(0): how much the iteration amplifies the smallest singular values, and rounding with them."""
+    return math.prod(step[0] for step in SETS[name].steps)
+
+
+def exact(G: torch.Tensor, name: str) -> torch.Tensor:
+    """U p(S) Vᵀ from an SVD, evaluated here."""
+    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
+    x = S / torch.linalg.vector_norm(S, dim=-1, keepdim=True)
+    return (U * polynomial(SETS[name].steps, x).unsqueeze(-2)) @ Vh
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_forms_equal_the_polynomial_in_fp64(name: str, shape: tuple[int, ...]) -> None:
+    """N6."""
+    G = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = exact(G, name)
+    for method in ("gram", "standard"):
+        result = gram_ns(G, coefficients=name, method=method)
+        assert relative_error(result, expected).max() < 1e-12, method
+    assert relative_error(polynomial_polar(G, SETS[name]), expected).max() < 1e-13
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_error_stays_within_the_documented_bound(spectrum: str, name: str, dtype: str) -> None:
+    """N3: ‖error‖_F ≤ 8·p'(0)·u, and ≤ 100·√u more for the Gram form of a wide precision without restarts."""
+    coefficients, working = SETS[name], DTYPES[dtype]
+    G = matrix(spectrum, 96, 192)
+    expected = exact(G, name)
+    bound = 8 * slope(name) * ROUNDOFF[dtype]
+    restarts = default_restarts(coefficients, working)
+    wide = 100 * math.sqrt(ROUNDOFF[dtype]) if dtype == "fp32" else 0.0
+    choices = {
+        "standard": (NSChoice("standard"), bound),
+        "gram": (NSChoice("gram", restarts), bound + wide),
+        "halves": (NSChoice("gram", restarts, HALVES, HALVES), bound + wide),
+        "panels": (NSChoice("gram", restarts, PANELS, PANELS), bound + wide),
+    }
+    top = polynomial(coefficients.steps, torch.linspace(0, 1, 20001, dtype=torch.float64)).max()
+    for label, (choice, limit) in choices.items():
+        result = run_ns(G, choice, coefficients, working).double()
+        assert torch.linalg.matrix_norm(result - expected) < limit, label
+        # The polynomial's own maximum, and head room for what rounding adds: far from a blow-up.
+        assert torch.linalg.matrix_norm(result, 2) < top + {"fp32": 0.01, "fp16": 0.1, "bf16": 0.4}[dtype], (
+            label
+        )
+
+
+def test_without_restarts_half_precision_blows_up() -> None:
+    """What the restarts are for: rows that are nearly the same, as gradients at initialisation can be."""
+    G = 1 + 0.05 * torch.randn(48, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    for dtype in (torch.float16, torch.bfloat16):
+        bare = run_ns(G, NSChoice("gram"), polar_express(), dtype).double()
+        assert not torch.linalg.matrix_norm(bare, 2) < 10
+        restarts = default_restarts(polar_express(), dtype)
+        safe = run_ns(G, NSChoice("gram", restarts), polar_express(), dtype).double()
+        assert torch.linalg.matrix_norm(safe, 2) < 1.3
+
+
+def test_blocks_lose_nothing_on_low_rank() -> None:
+    """Mirroring P·Q, or transposing the second factor of P·(R·P), would show here: 0.15 was measured."""
+    G = matrix("rank_1", 96, 192)
+    expected = exact(G, "polar_express")
+    whole = run_ns(G, NSChoice("gram"), polar_express(), torch.float32)
+    for products in (HALVES, PANELS):
+        blocked = run_ns(G, NSChoice("gram", (), products, products), polar_express(), torch.float32)
+        assert relative_error(blocked, expected) < 4 * relative_error(whole, expected) + 1e-4
+
+
+def test_nearly_square_matrices_take_the_standard_form_in_half_precision() -> None:
+    G = matrix("gaussian", 127, 129)
+    expected = exact(G, "polar_express")
+    chosen = relative_error(gram_ns(G, precision="fp16"), expected)
+    standard = relative_error(gram_ns(G, precision="fp16", method="standard"), expected)
+    gram = relative_error(gram_ns(G, precision="fp16", method="gram"), expected)
+    assert chosen == standard
+    assert gram > 2 * standard
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_the_result_does_not_depend_on_scale(precision: str, dtype: torch.dtype, method: str) -> None:
+    """N1."""
+    G = torch.randn(32, 80, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    reference = gram_ns(G, precision=precision, method=method).double()
+    for scale in (1e-30, 1e-12, 1e-9, 1e4, 1e15, 1e18, 1e30):
+        result = gram_ns(G * scale, precision=precision, method=method).double()
+        tolerance = {
+            "fp64": 1e-6 if dtype == torch.float32 else 1e-13,
+            "fp32": 2e-5,
+            "fp16": 1e-2,
+            "bf16": 1e-1,
+        }
+        assert relative_error(result, reference) < tolerance[precision], scale
+    if dtype == torch.float64:
+        for scale in (1e-290, 1e290):
+            assert relative_error(gram_ns(G * scale, precision=precision, method=method), reference) < 0.1
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_nan_and_inf_keep_to_their_own_matrix(precision: str, method: str, dtype: torch.dtype) -> None:
+    """N2."""
+    G = torch.randn(5, 24, 60, generator=torch.Generator().manual_seed(3)).to(dtype)
+    clean = gram_ns(G, precision=precision, method=method)
+    G[1] = 0
+    G[2, 3, 4] = math.nan
+    G[3, 0, 0] = -math.inf
+    result = gram_ns(G, precision=precision, method=method)
+    assert (result[1] == 0).all()
+    assert result[2].isnan().all()
+    assert result[3].isnan().all()
+    assert torch.equal(result[0], clean[0]) and torch.equal(result[4], clean[4])
+
+
+def test_the_exact_polar_factor_is_orthogonal_and_leaves_missing_directions_out() -> None:
+    G = matrix("gaussian", 20, 30)
+    polar = exact_polar(G)
+    assert (polar @ polar.mT - torch.eye(20)).abs().max() < 1e-12
+    low = matrix("rank_1", 20, 30)
+    assert torch.linalg.svdvals(exact_polar(low)).sum() == pytest.approx(1, abs=1e-9)
+    assert exact_polar(torch.zeros(3, 4)).count_nonzero() == 0
