@@ -51,6 +51,10 @@ def matmul(A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, C: Tens
     """out = alpha·A B + beta·C for 2-D or 3-D operands, accumulated in fp32 or wider; ``C`` may be ``out``."""
     if A.dtype == torch.float16 and A.device.type == "cpu":
         return _emulate_half(A, B, out, alpha, beta, C)
+    if out.stride(-2) == 1 < out.stride(-1):
+        # Column-major: torch would compute into a copy in half precision. Its transpose is row-major.
+        matmul(B.mT, A.mT, out.mT, alpha, beta, None if C is None else C.mT)
+        return out
     if C is None:
         if alpha == 1:
             return torch.mm(A, B, out=out) if A.ndim == 2 else torch.bmm(A, B, out=out)
