@@ -115,7 +115,7 @@ def run(
                 tuner.check([workload.problem for workload in workloads], budget)
             tuner.tune([workload.problem for workload in workloads], budget)
         except StoreUnavailable as error:
-            raise BadInput(str(error)) from error
+            raise BadInput(f"{error}; name a file that can be written with --store or DMUON_CACHE") from error
         except KeyboardInterrupt:
             interrupted = True
     problem = workloads[0].problem
@@ -124,6 +124,8 @@ def run(
     print_report(document, as_json)
     if interrupted:
         ctx.exit(INTERRUPTED)
+    if all(outcome.best is None for outcome in tuner.report.outcomes):
+        ctx.exit(1)
 
 
 def _shapes(model: str | None, shape: str | None, count: int | None) -> ModelShapes:
