@@ -11,6 +11,8 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +84,8 @@ class NSChoice:
             raise ValueError(
                 f"restarts belong to the Gram form; the standard form has none, got {self.restarts}"
             )
+        if any(first >= second for first, second in pairwise((0, *self.restarts))):
+            raise ValueError(f"restarts must be increasing iterations >= 1, got {self.restarts}")
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -137,6 +141,7 @@ NEAR_SQUARE = 1.5
 between 1 and 1.5), and the small singular values of a nearly square matrix lose accuracy in Gram space."""
 
 
+@lru_cache(maxsize=4096)
 def heuristic_choice(problem: Problem, coefficients: CoefficientSet | None = None) -> NSChoice:
     """The choice for a ``gram_ns`` problem that nobody tuned.
 

@@ -55,7 +55,8 @@ def gram_ns(
         ``out``, or a new contiguous tensor of G's shape and dtype.
 
     Raises:
-        TypeError: ``G`` or ``out`` is no dense tensor of a supported dtype, or ``coefficients`` are malformed.
+        TypeError: ``G`` or ``out`` is no dense tensor of a supported dtype, or ``coefficients`` or ``restarts`` are
+            of the wrong kind.
         ValueError: ``G`` is less than 2-D or empty, ``out`` does not match, or an option is unknown.
     """
     _check_matrix("G", G)
@@ -65,7 +66,7 @@ def gram_ns(
     if out is not None:
         _check_out(out, G)
     if G.is_meta:
-        return torch.empty_like(G) if out is None else out
+        return torch.empty_like(G, memory_format=torch.contiguous_format) if out is None else out
     choice = _choose(G, polynomials, dtype, fixed, method)
     return run_ns(G, choice, polynomials, dtype, out)
 
@@ -113,8 +114,10 @@ def _check_restarts(
         if restarts != "auto":
             raise ValueError(f"restarts must be 'auto' or a sequence of steps, got {restarts!r}")
         return None
+    if not isinstance(restarts, Sequence):
+        raise TypeError(f"restarts must be 'auto' or a sequence of steps, got {type(restarts).__name__}")
     places = tuple(restarts)
-    whole = all(isinstance(place, int) and 1 <= place < steps for place in places)
+    whole = all(type(place) is int and 1 <= place < steps for place in places)
     if not whole or any(first >= second for first, second in pairwise(places)):
         raise ValueError(f"restarts must be increasing steps from 1 to {steps - 1}, got {list(places)}")
     if method == "standard":

@@ -31,11 +31,11 @@ def normalized_copy(G: Tensor, out: Tensor) -> Tensor:
     wide = torch.promote_types(G.dtype, torch.float32)
     largest = largest.to(wide)
     panels = _panels(G, wide, out.dtype)
+    if len(panels) == 1:
+        scaled = G.to(wide) / largest
+        return out.copy_(scaled.div_(_lift_zero(_frobenius(scaled).to(wide))))
     norms = [_frobenius(panel.to(wide) / largest) for panel in panels]
-    norm = (
-        norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.cat(norms, -1), dim=-1, keepdim=True)
-    )
-    norm = _lift_zero(norm.to(wide))
+    norm = _lift_zero(torch.linalg.vector_norm(torch.cat(norms, -1), dim=-1, keepdim=True).to(wide))
     for target, source in zip(_panels(out, wide, out.dtype), panels, strict=True):
         target.copy_((source.to(wide) / largest).div_(norm))
     return out

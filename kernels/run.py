@@ -47,7 +47,7 @@ def run_ns(
     """
     if out is None:
         out = torch.empty_like(G, memory_format=torch.contiguous_format)
-    together = _together(G, choice.loop, dtype)
+    together = _together(G, choice.loop, dtype) if _one_batch(out) else 1
     if G.ndim > 2 and together < G.shape[0]:
         for first in range(0, G.shape[0], together):
             # A lone matrix drops its batch dimension: plain products are faster than batches of one.
@@ -90,6 +90,12 @@ def _together(G: Tensor, loop: bool, dtype: torch.dtype) -> int:
     return -(-G.shape[0] // -(-G.shape[0] // largest))
 
 
+def _one_batch(out: Tensor) -> bool:
+    """Whether all dimensions but the last two can be viewed as one."""
+    batch = range(out.ndim - 3)
+    return all(out.stride(k) == out.stride(k + 1) * out.shape[k + 1] for k in batch)
+
+
 class _Products:
     """The three products of a choice, built once per call."""
 
@@ -107,6 +113,8 @@ def _build(op: str, choice: ProductChoice) -> Product:
 
 def _segments(steps: tuple[Triple, ...], restarts: range | tuple[int, ...]) -> list[tuple[Triple, ...]]:
     """The steps between restarts."""
+    if any(place >= len(steps) for place in restarts):
+        raise ValueError(f"restarts must be below the {len(steps)} steps, got {list(restarts)}")
     cuts = [0, *restarts, len(steps)]
     return [steps[start:stop] for start, stop in pairwise(cuts)]
 
