@@ -11,8 +11,8 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dmuon.kernels.choose import METHODS, NSChoice, Problem, current_chooser, device_key, heuristic_choice
 from dmuon.kernels.coefficients import CoefficientSet, resolve_coefficients
+from dmuon.kernels.overlap import overlap, same_memory
 from dmuon.kernels.precision import PRECISIONS, precision_name, resolve_precision
 from dmuon.kernels.restarts import default_restarts
 from dmuon.kernels.run import run_ns
@@ -116,7 +117,7 @@ def _check_restarts(
         return None
     if not isinstance(restarts, Sequence):
         raise TypeError(f"restarts must be 'auto' or a sequence of steps, got {type(restarts).__name__}")
-    places = tuple(restarts)
+    places: tuple[Any, ...] = tuple(restarts)
     whole = all(type(place) is int and 1 <= place < steps for place in places)
     if not whole or any(first >= second for first, second in pairwise(places)):
         raise ValueError(f"restarts must be increasing steps from 1 to {steps - 1}, got {list(places)}")
@@ -135,13 +136,5 @@ def _check_out(out: Tensor, G: Tensor) -> None:
         raise ValueError(
             "out must not be expanded: several of its elements share memory; pass a contiguous one"
         )
-    same = out.data_ptr() == G.data_ptr() and out.stride() == G.stride() and out.dtype == G.dtype
-    if not same and not out.is_meta and _extent(out)[0] < _extent(G)[1] and _extent(G)[0] < _extent(out)[1]:
+    if overlap(out, G) and not same_memory(out, G):
         raise ValueError("out overlaps G in memory; pass G itself or separate memory")
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of ``tensor`` in memory and the one after its last."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (steps + 1) * tensor.itemsize

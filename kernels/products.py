@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels.backends import BACKENDS
+from dmuon.kernels.overlap import overlap, same_memory
 from dmuon.kernels.precision import precision_name
 
 
@@ -30,11 +31,11 @@ def gram(
     and ``config`` one of its configurations (``BACKENDS[name].configs("gram", m, n, "fp32")`` lists some).
 
     Raises:
-        TypeError: an operand has an unsupported dtype.
-        ValueError: shapes, dtypes or devices do not match, or the backend or configuration is unknown.
+        TypeError: an operand is no tensor or has an unsupported dtype.
+        ValueError: shapes, dtypes or devices do not match, ``out`` overlaps what is read, or the backend or
+            configuration is unknown.
     """
-    shape = (*X.shape[:-1], X.shape[-2]) if X.ndim >= 2 else ()
-    return _run("gram", (X,), shape, alpha, beta, C, out, backend, config, {"diag": diag})
+    return _run("gram", (X,), alpha, beta, C, out, backend, config, {"diag": diag})
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def symmetric_product(
     That A B is symmetric — A and B commute, or B is a product such as R A — is the caller's word: a backend
     may compute one triangle and mirror it. Otherwise as :func:`gram`.
     """
-    return _run("symmetric_product", (A, B), A.shape, alpha, beta, C, out, backend, config, {"diag": diag})
+    return _run("symmetric_product", (A, B), alpha, beta, C, out, backend, config, {"diag": diag})
 
 
 @torch.no_grad()
@@ -75,13 +76,12 @@ def apply(
     With C = W, beta = 1 − lr·weight_decay and alpha = −lr·scale it is Muon's weight update. Otherwise as
     :func:`gram`.
     """
-    return _run("apply", (Q, X), X.shape, alpha, beta, C, out, backend, config, {})
+    return _run("apply", (Q, X), alpha, beta, C, out, backend, config, {})
 
 
 def _run(
     op: str,
     operands: tuple[Tensor, ...],
-    shape: tuple[int, ...],
     alpha: float,
     beta: float,
     C: Tensor | None,
@@ -90,6 +90,9 @@ def _run(
     config: Mapping[str, Any] | None,
     extra: dict[str, float],
 ) -> Tensor:
+    for tensor in (*operands, C, out):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{op} takes tensors, got {type(tensor).__name__}")
     first = operands[0]
     precision_name(first.dtype)
     if backend not in BACKENDS:
@@ -102,6 +105,7 @@ def _run(
         raise ValueError(f"{op} takes a square first operand and a second of as many rows, got {shapes}")
     if op == "symmetric_product" and operands[1].shape != square:
         raise ValueError(f"symmetric_product takes two square operands, got {tuple(operands[1].shape)}")
+    shape = operands[1].shape if op == "apply" else square
     result = torch.empty(shape, dtype=first.dtype, device=first.device) if out is None else out
     for name, tensor in (("C", C), ("out", result)):
         if tensor is not None and tensor.shape != torch.Size(shape):
@@ -113,5 +117,9 @@ def _run(
             )
     if C is None and beta:
         raise ValueError(f"beta is {beta}, but there is no C to scale")
+    if any(overlap(result, operand) for operand in operands):
+        raise ValueError(f"out overlaps an operand that {op} reads while it writes; pass separate memory")
+    if C is not None and overlap(result, C) and not same_memory(result, C):
+        raise ValueError("out overlaps C in memory; pass C itself or separate memory")
     product = BACKENDS[backend].build(op, config or {})
     return product(*operands, result, alpha=alpha, beta=beta, C=C, **extra)

@@ -48,7 +48,7 @@ def run_ns(
     if out is None:
         out = torch.empty_like(G, memory_format=torch.contiguous_format)
     together = _together(G, choice.loop, dtype) if _one_batch(out) else 1
-    if G.ndim > 2 and together < G.shape[0]:
+    if G.ndim > 2 and (together == 1 or together < G.shape[0]):
         for first in range(0, G.shape[0], together):
             # A lone matrix drops its batch dimension: plain products are faster than batches of one.
             part = slice(first, first + together) if together > 1 else first
