@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dmuon.kernels.backends import BACKENDS
-from dmuon.kernels.choose import NEAR_SQUARE, NSChoice, Problem, ProductChoice, heuristic_choice
+from dmuon.kernels.choose import NEAR_SQUARE, TINY, NSChoice, Problem, ProductChoice, heuristic_choice
 from dmuon.kernels.coefficients import CoefficientSet
 from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.restarts import default_restarts
@@ -27,8 +27,8 @@ def ns_candidates(
     """Every configuration worth timing, :func:`heuristic_choice` first; none twice.
 
     The Gram form enters from an aspect of 1 up in fp64 and fp32; in half precision from
-    :data:`NEAR_SQUARE` up, since below it its error exceeds the standard form's severalfold. The standard form
-    enters below an aspect of 3, from where it costs twice as many operations.
+    :data:`NEAR_SQUARE` and m = :data:`TINY` up, since below its error exceeds the standard form's severalfold. The
+    standard form enters below an aspect of 3, from where it costs twice as many operations, and for tiny matrices.
 
     Args:
         problem: a ``gram_ns`` problem.
@@ -51,9 +51,9 @@ def ns_candidates(
 
 def _forms(problem: Problem, coefficients: CoefficientSet) -> Iterator[tuple[str, tuple[int, ...]]]:
     half = problem.dtype in ("bf16", "fp16")
-    if problem.n >= (NEAR_SQUARE if half else 1.0) * problem.m:
+    if problem.n >= (NEAR_SQUARE if half else 1.0) * problem.m and not (half and problem.m < TINY):
         yield "gram", default_restarts(coefficients, PRECISIONS[problem.dtype])
-    if problem.n < 3 * problem.m:
+    if problem.n < 3 * problem.m or problem.m < TINY:
         yield "standard", ()
 
 

@@ -140,12 +140,17 @@ NEAR_SQUARE = 1.5
 """Below this aspect n/m the heuristics take the standard form: Gram saves little there (its break-even is
 between 1 and 1.5), and the small singular values of a nearly square matrix lose accuracy in Gram space."""
 
+TINY = 16
+"""Below this m, half precision takes the standard form: with so few entries rounding errors do not average out,
+and the Gram form let a singular value of a 2×5 matrix reach 1.7 in bf16. It would save nothing either."""
+
 
 @lru_cache(maxsize=4096)
 def heuristic_choice(problem: Problem, coefficients: CoefficientSet | None = None) -> NSChoice:
     """The choice for a ``gram_ns`` problem that nobody tuned.
 
-    * Form: standard below an aspect of :data:`NEAR_SQUARE`, else Gram with :func:`default_restarts`.
+    * Form: standard below an aspect of :data:`NEAR_SQUARE`, and in half precision below m = :data:`TINY`; else
+      Gram with :func:`default_restarts`.
     * Products: on a CPU, lower blocks from m = 512 on — panels, or halves in fp32 and fp64 from m = 1024 — of
       192 rows, more from m = 2048; whole products below, and on any other device until it is tuned.
     * Batches: one matrix at a time from m = 512 on a CPU, where a single product fills it; else together.
@@ -153,7 +158,8 @@ def heuristic_choice(problem: Problem, coefficients: CoefficientSet | None = Non
     ``coefficients`` are needed for a caller's own list; a named set is found from the problem.
     """
     coefficients = coefficients or coefficients_of(problem.coefficients)
-    gram_form = problem.n >= NEAR_SQUARE * problem.m and coefficients is not None
+    tiny = problem.m < TINY and problem.dtype in ("bf16", "fp16")
+    gram_form = problem.n >= NEAR_SQUARE * problem.m and not tiny and coefficients is not None
     restarts = default_restarts(coefficients, PRECISIONS[problem.dtype]) if gram_form and coefficients else ()
     large = problem.device.startswith("cpu") and problem.m >= 512
     products = ProductChoice("torch")

@@ -126,7 +126,7 @@ def _spare(out: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     if out.dtype == dtype:
         return out
-    if out.dtype.itemsize > dtype.itemsize and out.is_contiguous():
+    if out.dtype.itemsize > dtype.itemsize and out.is_contiguous() and out.stride(-1) == 1:
         return out.view(dtype).flatten()[: out.numel()].view(out.shape)
     return None
 

@@ -67,7 +67,7 @@ def matmul(A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, C: Tens
     return fused(C, A, B, beta=beta, alpha=alpha, out=out)
 
 
-_EMULATED_PANEL = 1 << 16
+_EMULATED_PANEL = 1 << 15
 """Elements of an fp32 panel."""
 
 

@@ -94,6 +94,34 @@ def test_bad_arguments(call: object, word: str) -> None:
         gram(torch.ones(3, 4, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(("backend", "config"), WAYS[:3], ids=str)
+def test_writing_over_what_is_read_is_refused(backend: str, config: dict[str, object]) -> None:
+    ways = {"backend": backend, "config": config}
+    A, B = torch.ones(3, 3), torch.eye(3)
+    room = torch.zeros(7, 3)
+    for call in (
+        lambda: symmetric_product(A, B, out=A, **ways),  # type: ignore[arg-type]
+        lambda: symmetric_product(A, B, out=B, **ways),  # type: ignore[arg-type]
+        lambda: symmetric_product(A, A, C=B, beta=1.0, out=B.mT, **ways),  # type: ignore[arg-type]
+        lambda: gram(room[:3], out=room[2:5], **ways),  # type: ignore[arg-type]
+        lambda: gram(A, C=room[:3], beta=1.0, out=room[1:4], **ways),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="overlap"):
+            call()
+    assert torch.equal(A, torch.ones(3, 3)) and torch.equal(B, torch.eye(3)) and not room.any()
+    gram(room[:3], out=room[3:6], **ways)  # type: ignore[arg-type]
+
+
+def test_operands_are_tensors() -> None:
+    for call in (
+        lambda: gram([[1.0]]),  # type: ignore[arg-type]
+        lambda: apply(torch.eye(2), 3.0),  # type: ignore[arg-type]
+        lambda: gram(torch.eye(2), C=1.0, beta=1.0),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="tensors"):
+            call()
+
+
 def test_blocks_offered_are_few_and_can_win() -> None:
     blocked = BACKENDS["blocked"]
     assert blocked.configs("gram", 100, 400, "fp32") == []

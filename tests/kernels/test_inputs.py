@@ -111,12 +111,16 @@ def test_bad_options_change_nothing() -> None:
         ({"restarts": [0]}, "restarts"),
         ({"restarts": [3, 2]}, "restarts"),
         ({"restarts": [5]}, "restarts"),
+        ({"restarts": [True]}, "restarts"),
         ({"restarts": "some"}, "restarts"),
         ({"restarts": [2], "method": "standard"}, "restarts"),
     ]
     for options, word in bad:
         with pytest.raises(ValueError, match=word):
             gram_ns(G, out=out, **options)  # type: ignore[arg-type]
+    for restarts in (None, 2, torch.tensor([2])):
+        with pytest.raises(TypeError, match="restarts"):
+            gram_ns(G, out=out, restarts=restarts)  # type: ignore[arg-type]
     assert (out == 5).all()
 
 
@@ -140,7 +144,28 @@ def test_bad_outputs_are_refused_before_anything_is_written() -> None:
 
 
 def test_meta_tensors_get_a_shape() -> None:
-    assert gram_ns(torch.empty(3, 8, 16, device="meta")).shape == (3, 8, 16)
+    result = gram_ns(torch.empty(3, 16, 8, device="meta", dtype=torch.bfloat16).mT)
+    assert result.shape == (3, 8, 16) and result.is_contiguous() and result.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("out_dtype", FLOATS)
+def test_results_of_unusual_strides(precision: str, out_dtype: torch.dtype) -> None:
+    """Batch dimensions that do not make one, column-major matrices, a column whose stride says nothing."""
+    limit = max({"fp64": 1e-6, "fp32": 1e-5, "bf16": 8e-2}[precision], 2 * torch.finfo(out_dtype).eps)
+    for out in (
+        torch.empty(3, 2, 24, 40).transpose(0, 1),
+        torch.empty(1, 4, 3, 24, 40).transpose(1, 2),
+        torch.empty(3, 40, 24).mT,
+        torch.empty(24, 3, 40).transpose(0, 1),
+        torch.empty(2, 6, 24, 40)[:, ::2],
+        torch.empty(1, 30).mT,
+    ):
+        G = draw(*out.shape)
+        out = out.to(out_dtype)
+        result = gram_ns(G, precision=precision, out=out)
+        assert result is out
+        assert relative_error(out, polynomial_polar(G, polar_express())).max() < limit, out.stride()
 
 
 def test_a_chooser_is_obeyed_and_bent_to_what_the_caller_fixes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,9 @@ def test_the_measure_sees_a_copy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("method", ["gram", "standard"])
-@pytest.mark.parametrize("working", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("working", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(256, 1024), (1024, 256), (3, 256, 640)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 1024), (1024, 256), (3, 256, 640), (2, 2, 640, 128)], ids=str)
 def test_the_budget_holds(
     shape: tuple[int, ...],
     dtype: torch.dtype,
