@@ -1,0 +1,69 @@
+"""What the host side of a kernel is told about a product: addresses, shapes and strides, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dmuon.kernels.precision import precision_name
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A batch of matrices in memory; strides in elements."""
+
+    address: int
+    dtype: str
+    batch: int
+    rows: int
+    columns: int
+    batch_stride: int
+    row_stride: int
+    column_stride: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Matrices:
+        """Of a (m, n) or (B, m, n) tensor."""
+        batched = tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
+        return cls(tensor.data_ptr(), precision_name(tensor.dtype), *batched.shape, *batched.stride())
+
+    @property
+    def item_bytes(self) -> int:
+        return {"fp64": 8, "fp32": 4}.get(self.dtype, 2)
+
+    @property
+    def row_major(self) -> bool:
+        """Whether a row is contiguous."""
+        return self.column_stride == 1
+
+    @property
+    def column_major(self) -> bool:
+        """Whether a column is contiguous."""
+        return self.row_stride == 1
+
+    def aligned(self, size: int) -> bool:
+        """Whether every row (column, if column-major) of every matrix starts at a multiple of ``size`` bytes."""
+        lines = self.row_stride if self.row_major else self.column_stride
+        count = self.rows if self.row_major else self.columns
+        offsets = [self.address]
+        if count > 1:
+            offsets.append(lines * self.item_bytes)
+        if self.batch > 1:
+            offsets.append(self.batch_stride * self.item_bytes)
+        return all(offset % size == 0 for offset in offsets)
+
+
+@dataclass(frozen=True)
+class ProductCall:
+    """One call of ``gram`` (``B`` is ``None``), ``symmetric_product`` or ``apply``: see
+    :data:`dmuon.kernels.backends.base.Product` for what each computes. ``C`` may be ``out`` itself."""
+
+    op: str
+    A: Matrices
+    B: Matrices | None
+    C: Matrices | None
+    out: Matrices
+    alpha: float = 1.0
+    beta: float = 0.0
+    diag: float = 0.0
