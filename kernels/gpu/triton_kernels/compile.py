@@ -1,0 +1,76 @@
+"""From a Triton kernel to a :class:`Binary`, on any machine: compiling needs no GPU. Imports Triton."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dmuon.kernels.gpu.arch import arch_named
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, pointer
+from dmuon.kernels.gpu.ptx_text import entry_of, params_of, threads_of
+
+HIDDEN_ARGS = (pointer(0), pointer(0))
+"""What a launch passes after a kernel's own arguments: Triton's global and profiling scratch, which none uses."""
+
+
+def compile_triton(
+    spec: KernelSpec,
+    fn: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int,
+    extra: Mapping[str, Any] | None = None,
+) -> Binary:
+    """Compile the ``@triton.jit`` function ``fn`` for ``spec.arch``.
+
+    Args:
+        signature: type of each run-time argument, such as ``"*bf16"``, ``"i32"``, ``"fp32"``; with ``":16"``
+            after it, its value is a multiple of 16 (an address in bytes, a number in units).
+        constexprs: value of each ``tl.constexpr`` argument.
+        extra: goes into the binary's ``extra``.
+
+    Raises:
+        ValueError: an argument of ``fn`` is in neither mapping, or a name is in none of its arguments.
+        RuntimeError: the kernel wants scratch memory, which launches do not provide.
+    """
+    names = list(fn.arg_names)
+    if sorted(names) != sorted([*signature, *constexprs]):
+        raise ValueError(f"{fn.__name__} takes {names}, got {[*signature, *constexprs]}")
+    types = {name: signature.get(name, "constexpr").removesuffix(":16") for name in names}
+    multiples = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.endswith(":16")
+    }
+    source = ASTSource(fn, types, dict(constexprs), multiples)
+    # Fusion of multiply and add is said here, since Triton's default changes between versions.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": 1, "enable_fp_fusion": True}
+    major, minor = arch_named(spec.arch).capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    # Binaries are cached by whoever asked for this one; Triton's own cache would only grow beside it.
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        compiled = triton.compile(source, target=target, options=options)
+    if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+        raise RuntimeError(
+            f"{fn.__name__} was compiled to use scratch memory, which its launches do not have"
+        )
+    ptx = compiled.asm["ptx"]
+    return Binary(
+        spec=spec,
+        entry=entry_of(ptx),
+        threads=threads_of(ptx),
+        shared_bytes=compiled.metadata.shared,
+        params=params_of(ptx),
+        ptx=ptx,
+        cubin=compiled.asm["cubin"],
+        extra=dict(extra or {}),
+    )
