@@ -1,0 +1,240 @@
+"""``gram`` and ``symmetric_product`` for Hopper: a persistent kernel on TMA and wgmma (CuTe DSL).
+
+Device code and its parameters: :mod:`dmuon.kernels.gpu.cute_kernels.symmetric_sm90_kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dmuon.kernels.gpu.arch import ARCHS, Arch
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, TensorMap, Unsupported, f32, i32
+from dmuon.kernels.gpu.calls import Matrices, ProductCall
+
+BLOCK = 64
+"""Rows and columns of a block: what one warpgroup finishes and stores at a time."""
+
+_ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_BAND = 8
+"""Tile rows that are walked together, column by column: about the root of the number of multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is fixed at compile time, and what follows from it.
+
+    Args:
+        dtype: of the operands, ``"bf16"`` or ``"fp16"``.
+        out_dtype: of C and the result, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        column_major: whether the operands' columns are contiguous rather than their rows.
+        arrangement: ``"cooperative"`` or ``"ping-pong"``.
+        tile: rows and columns of a tile.
+        bk: depth of one stage.
+        stages: of operands in shared memory.
+    """
+
+    dtype: str
+    out_dtype: str
+    column_major: bool
+    arrangement: str
+    tile: int
+    bk: int
+    stages: int
+
+    @property
+    def ping_pong(self) -> bool:
+        return self.arrangement == "ping-pong"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks along a side of a tile."""
+        return self.tile // BLOCK
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return 2 if self.ping_pong else self.blocks
+
+    @property
+    def groups_on_tile(self) -> int:
+        """Consumer warpgroups that share a tile."""
+        return 1 if self.ping_pong else self.consumers
+
+    @property
+    def rows_of_blocks(self) -> int:
+        """Rows of blocks that one consumer warpgroup computes of a tile."""
+        return self.blocks // self.groups_on_tile
+
+    @property
+    def threads(self) -> int:
+        """One producer warpgroup and the consumers."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers for a thread of the producer and of a consumer; ``None`` if there is enough for all."""
+        return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    @property
+    def c_slots(self) -> int:
+        """Blocks of C in flight for each consumer warpgroup."""
+        return 1 if self.tile == 192 else 2
+
+    @property
+    def stagings(self) -> int:
+        """Pairs of a block and its transpose that each consumer warpgroup stages."""
+        return 1 if self.tile == 192 or self.out_dtype == "fp32" else 2
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.tile * self.bk * _ITEM_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK * BLOCK * _ITEM_BYTES[self.out_dtype]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Barriers (less than 1 KiB), stages, slots of C and staged blocks."""
+        blocks = self.consumers * (self.c_slots + 2 * self.stagings)
+        return 1024 + self.stages * self.stage_bytes + blocks * self.block_bytes
+
+
+class SymmetricSm90:
+    """The :class:`~dmuon.kernels.gpu.family.ProductFamily` of this kernel.
+
+    A config has ``arrangement``, ``tile``, ``bk`` and ``stages``, as :class:`Plan` explains them.
+    """
+
+    sources = tuple(
+        f"gpu/cute_kernels/{name}.py"
+        for name in ("compile", "symmetric_sm90", "symmetric_sm90_kernel", "symmetric_sm90_tiles")
+    )
+
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
+        if arch.name != "sm_90a" or op not in ("gram", "symmetric_product") or dtype not in ("bf16", "fp16"):
+            return []
+        return [dict(config) for config in _CONFIGS if config["tile"] == 64 or m > 64]
+
+    def check(self, op: str, config: Mapping[str, Any]) -> None:
+        if op not in ("gram", "symmetric_product"):
+            raise ValueError(f"op must be gram or symmetric_product, got {op!r}")
+        fields = {"arrangement", "tile", "bk", "stages"}
+        if set(config) != fields:
+            raise ValueError(f"config must have the fields {sorted(fields)}, got {sorted(config)}")
+        tiles = {"cooperative": (64, 128, 192), "ping-pong": (64, 128)}
+        if config["arrangement"] not in tiles:
+            raise ValueError(f"arrangement must be one of {sorted(tiles)}, got {config['arrangement']!r}")
+        allowed = {"tile": tiles[config["arrangement"]], "bk": (32, 64, 128), "stages": tuple(range(2, 13))}
+        for name, values in allowed.items():
+            if config[name] not in values:
+                raise ValueError(
+                    f"{name} must be one of {values} for {config['arrangement']} warpgroups, got {config[name]!r}"
+                )
+
+    def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
+        self.check(call.op, config)
+        if arch.name != "sm_90a":
+            raise Unsupported(f"needs sm_90a, got {arch.name}")
+        if call.A.dtype not in ("bf16", "fp16") or call.out.dtype not in _ITEM_BYTES:
+            raise Unsupported(
+                f"needs fp16 or bf16 operands, got {call.A.dtype} with a result in {call.out.dtype}"
+            )
+        if call.B is not None and call.B.dtype != call.A.dtype:
+            raise Unsupported(f"A and B must have one dtype, got {call.A.dtype} and {call.B.dtype}")
+        if call.C is not None and call.C.dtype != call.out.dtype:
+            raise Unsupported(
+                f"C and the result must have one dtype, got {call.C.dtype} and {call.out.dtype}"
+            )
+        # A symmetric operand's columns are its rows.
+        column_major = call.op == "gram" and _complaint(call.A, False) is not None
+        for name, matrices in {"A": call.A, "B": call.B, "C": call.C, "out": call.out}.items():
+            if matrices is not None:
+                complaint = _complaint(matrices, column_major if name == "A" else _by_columns(matrices))
+                if complaint:
+                    raise Unsupported(f"{name} {complaint}")
+        plan = Plan(call.A.dtype, call.out.dtype, column_major, **config)
+        if plan.shared_bytes > arch.shared_bytes:
+            raise Unsupported(
+                f"{dict(config)} with a result in {call.out.dtype} needs {plan.shared_bytes} bytes of shared "
+                f"memory, {arch.name} has {arch.shared_bytes}"
+            )
+        return KernelSpec("cute", "cute_kernels.symmetric_sm90_kernel", arch.name, asdict(plan))
+
+    def launch(
+        self, call: ProductCall, config: Mapping[str, Any], binary: Binary, multiprocessors: int
+    ) -> Launch:
+        plan = Plan(**binary.spec.options)
+        rows = -(-call.out.rows // plan.tile)
+        each = rows * (rows + 1) // 2
+        tiles = each * call.out.batch
+        if tiles >= 1 << 31:
+            raise Unsupported(f"{tiles} tiles are more than 32 bits count")
+        C = call.C if call.beta != 0 else None
+        ints = (-(-call.A.columns // plan.bk), rows, each, tiles, _BAND, int(C is not None))
+        args = (
+            *(_operand_map(matrices, call.op, plan) for matrices in (call.A, call.B or call.A)),
+            _block_map(C or call.out),
+            _block_map(call.out),
+            *(i32(value) for value in ints),
+            *(f32(value) for value in (call.alpha, call.beta, call.diag)),
+        )
+        return Launch((min(tiles, multiprocessors), 1, 1), args)
+
+
+SYMMETRIC_SM90 = SymmetricSm90()
+
+_CONFIGS: tuple[dict[str, Any], ...] = ({"arrangement": "cooperative", "tile": 128, "bk": 64, "stages": 4},)
+
+
+def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
+    """Why TMA cannot move the matrices by rows (columns); ``None`` if it can."""
+    lines, kind, along = matrices.row_stride, "row", matrices.column_stride
+    count, length = matrices.rows, matrices.columns
+    if by_columns:
+        lines, kind, along, count, length = along, "column", lines, length, count
+    if length > 1 and along != 1:
+        return f"must be contiguous along a row or a column, got strides {matrices.row_stride}, {matrices.column_stride}"
+    distances = {"first element": matrices.address}
+    if count > 1:
+        distances[f"{kind} stride"] = lines * matrices.item_bytes
+    if matrices.batch > 1:
+        distances["batch stride"] = matrices.batch_stride * matrices.item_bytes
+    for name, value in distances.items():
+        if value % 16 or not value:
+            return f"must have its {name} at a multiple of 16 bytes, got {value}"
+    return None
+
+
+def _by_columns(matrices: Matrices) -> bool:
+    """Whether to move symmetric matrices by columns, because rows cannot be."""
+    return _complaint(matrices, False) is not None and _complaint(matrices, True) is None
+
+
+def _map(matrices: Matrices, by_columns: bool, box: tuple[int, int], swizzle: int) -> TensorMap:
+    """The tensor map of a batch; ``box`` along and across its lines."""
+    length, count, lines = matrices.columns, matrices.rows, matrices.row_stride
+    if by_columns:
+        length, count, lines = count, length, matrices.column_stride
+    size = matrices.item_bytes
+    # The stride of a dimension of one means nothing, but has to be valid.
+    line_bytes = lines * size if count > 1 else -(-length * size // 16) * 16
+    batch_bytes = matrices.batch_stride * size if matrices.batch > 1 else line_bytes
+    shape = (length, count, matrices.batch)
+    return TensorMap(matrices.address, matrices.dtype, shape, (line_bytes, batch_bytes), (*box, 1), swizzle)
+
+
+def _operand_map(matrices: Matrices, op: str, plan: Plan) -> TensorMap:
+    """Boxes as wide as the swizzle, which is all that one copy can fill in shared memory."""
+    if plan.column_major:
+        return _map(matrices, True, (64, plan.bk), 128)
+    width = min(plan.bk, 64)
+    by_columns = op == "symmetric_product" and _by_columns(matrices)
+    return _map(matrices, by_columns, (width, plan.tile), 2 * width)
+
+
+def _block_map(matrices: Matrices) -> TensorMap:
+    """Of C or the result, in boxes of 128 bytes by 64."""
+    return _map(matrices, _by_columns(matrices), (128 // matrices.item_bytes, BLOCK), 128)

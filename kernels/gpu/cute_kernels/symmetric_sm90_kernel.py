@@ -1,0 +1,385 @@
+"""Device side of :mod:`dmuon.kernels.gpu.cute_kernels.symmetric_sm90`: TMA, wgmma, warp specialisation.
+
+A block is one producer warpgroup and one to three consumer warpgroups, and stays on its multiprocessor: it takes
+tiles of the lower triangle until none is left. Warp 0 of the producer loads operands into a ring of stages, warp 1
+loads C into a ring of slots; both run ahead of the consumers, into the next tile. Consumers accumulate in
+registers, then finish a tile in blocks of 64×64: add C and the diagonal, and stage the block and its transpose in
+shared memory, from where TMA writes both.
+
+*Cooperative*: each consumer warpgroup computes 64 rows of the same tile. *Ping-pong*: two consumer warpgroups take
+tiles in turn, one on the tensor cores while the other finishes its tile.
+
+Parameters of the kernel, in order: tensor maps of A, B, C and out (dimensions fastest first: columns, rows, batch,
+or rows, columns, batch of a column-major operand); i32 steps of k, tile rows, tiles of one matrix, tiles of all,
+tile rows of a band, whether there is a C; f32 alpha, beta, diag.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from dmuon.kernels.gpu.binary import Binary, KernelSpec
+from dmuon.kernels.gpu.cute_kernels.compile import compile_cute
+from dmuon.kernels.gpu.cute_kernels.symmetric_sm90 import BLOCK, Plan
+from dmuon.kernels.gpu.cute_kernels.symmetric_sm90_tiles import tile_at
+
+DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
+
+# Named barriers: of each consumer warpgroup's blocks, and of whose turn it is on the tensor cores.
+STAGED, TURN = 1, 4
+
+
+def build(spec: KernelSpec) -> Binary:
+    """Compile the kernel that ``spec`` asks for."""
+    plan = Plan(**spec.options)
+    return compile_cute(spec, SymmetricSm90(plan), fake_arguments(plan), shared_bytes=plan.shared_bytes)
+
+
+def fake_arguments(plan: Plan) -> tuple[Any, ...]:
+    """Arguments to trace :class:`SymmetricSm90` with."""
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    def matrices(dtype: str, column_major: bool = False) -> Any:
+        stride = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8)
+        strides = (1, *stride) if column_major else (stride[0], 1, stride[1])
+        shape = tuple(cute.sym_int() for _ in range(3))
+        return make_fake_tensor(DTYPES[dtype], shape, strides, assumed_align=16)
+
+    operands = [matrices(plan.dtype, plan.column_major) for _ in "AB"]
+    results = [matrices(plan.out_dtype) for _ in "CD"]
+    return (*operands, *results, (Int32(1),) * 6, (Float32(1),) * 3, make_fake_stream())
+
+
+class SymmetricSm90:
+    """The kernel of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.dtype, self.out_dtype = DTYPES[plan.dtype], DTYPES[plan.out_dtype]
+
+    @cute.jit
+    def __call__(self, A: cute.Tensor, B: cute.Tensor, C: cute.Tensor, D: cute.Tensor, ints, floats, stream):
+        tile, bk = self.plan.tile, self.plan.bk
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        stage = cute.slice_(self.operand_layout(), (None, None, 0))
+        block = cute.slice_(self.block_layout(1), (None, None, 0))
+        load_a, _ = cpasync.make_tiled_tma_atom(load, A, stage, (tile, bk))
+        load_b, _ = cpasync.make_tiled_tma_atom(load, B, stage, (tile, bk))
+        load_c, _ = cpasync.make_tiled_tma_atom(load, C, block, (BLOCK, BLOCK))
+        store_d, _ = cpasync.make_tiled_tma_atom(store, D, block, (BLOCK, BLOCK))
+        self.kernel(load_a, load_b, load_c, store_d, *ints, *floats).launch(
+            grid=[1, 1, 1], block=[self.plan.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    def operand_layout(self) -> cute.ComposedLayout:
+        """(tile, bk, stages) of an operand in shared memory, as wgmma reads it."""
+        major = LayoutEnum.COL_MAJOR if self.plan.column_major else LayoutEnum.ROW_MAJOR
+        shape = (self.plan.tile, self.plan.tile, self.plan.bk)
+        return hopper_helpers.make_smem_layout_a(major, shape, self.dtype, self.plan.stages)
+
+    def block_layout(self, count: int) -> cute.ComposedLayout:
+        """(64, 64, count) of blocks of C or the result in shared memory: rows in pieces of 128 bytes, swizzled."""
+        kind = warpgroup.SmemLayoutAtomKind.K_SW128
+        atom = warpgroup.make_smem_layout_atom(kind, self.out_dtype)
+        return cute.tile_to_shape(atom, (BLOCK, BLOCK, count), order=(0, 1, 2))
+
+    @cute.kernel
+    def kernel(
+        self,
+        load_a: cute.CopyAtom,
+        load_b: cute.CopyAtom,
+        load_c: cute.CopyAtom,
+        store_d: cute.CopyAtom,
+        steps: Int32,
+        tile_rows: Int32,
+        tiles_each: Int32,
+        tiles: Int32,
+        band: Int32,
+        has_c: Int32,
+        alpha: Float32,
+        beta: Float32,
+        diag: Float32,
+    ):
+        plan = self.plan
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = SmemAllocator()
+        full = smem.allocate_array(Int64, plan.stages)
+        empty = smem.allocate_array(Int64, plan.stages)
+        c_full = smem.allocate_array(Int64, plan.c_slots * plan.consumers)
+        c_empty = smem.allocate_array(Int64, plan.c_slots * plan.consumers)
+        operand = self.operand_layout()
+        slots = self.block_layout(plan.c_slots * plan.consumers)
+        staged = self.block_layout(2 * plan.stagings * plan.consumers)
+        sA = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
+        sB = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
+        sC = smem.allocate_tensor(self.out_dtype, slots.outer, 1024, slots.inner)
+        sD = smem.allocate_tensor(self.out_dtype, staged.outer, 1024, staged.inner)
+
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                for s in range_constexpr(plan.stages):
+                    cute.arch.mbarrier_init(full + s, 1)
+                    cute.arch.mbarrier_init(empty + s, 4 * plan.groups_on_tile)
+                for s in range_constexpr(plan.c_slots * plan.consumers):
+                    cute.arch.mbarrier_init(c_full + s, 1)
+                    cute.arch.mbarrier_init(c_empty + s, 4)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        schedule = (tile_rows, tiles_each, band)
+        group = warp_index // 4
+        if group == plan.consumers:
+            if const_expr(plan.registers is not None):
+                cute.arch.setmaxregister_decrease(plan.registers[0])
+            if warp_index % 4 == 0:
+                self.load_operands(load_a, load_b, sA, sB, full, empty, steps, tiles, schedule)
+            elif warp_index % 4 <= plan.consumers:
+                if has_c != 0:
+                    self.load_blocks(load_c, sC, c_full, c_empty, warp_index % 4 - 1, tiles, schedule)
+        else:
+            if const_expr(plan.registers is not None):
+                cute.arch.setmaxregister_increase(plan.registers[1])
+            bars = (full, empty, c_full, c_empty)
+            scalars = (alpha, beta, diag)
+            self.consume(store_d, sA, sB, sC, sD, bars, group, steps, tiles, schedule, has_c, scalars)
+
+    @cute.jit
+    def load_operands(self, load_a, load_b, sA, sB, full, empty, steps, tiles, schedule):
+        """The producer's first warp: both operands' rows of every tile, step by step of k."""
+        plan = self.plan
+        stage, phase = Int32(0), Int32(1)
+        tile = Int32(cute.arch.block_idx()[0])
+        while tile < tiles:
+            i, j, matrix = tile_at(tile, *schedule)
+            into_a, from_a = self.partition_operand(load_a, sA, i, matrix)
+            into_b, from_b = self.partition_operand(load_b, sB, j, matrix)
+            for k in cutlass.range(steps, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, plan.stage_bytes)
+                cute.copy(load_a, from_a[None, k], into_a[None, stage], tma_bar_ptr=full + stage)
+                cute.copy(load_b, from_b[None, k], into_b[None, stage], tma_bar_ptr=full + stage)
+                stage, phase = advance(stage, phase, 1, plan.stages)
+            tile += cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def load_blocks(self, load_c, sC, c_full, c_empty, group, tiles, schedule):
+        """A warp of the producer: the blocks of C for one consumer warpgroup, in the order in which it adds them."""
+        plan = self.plan
+        slots = plan.c_slots
+        slot, phase = Int32(0), Int32(1)
+        tile, stride = self.tiles_of(group)
+        while tile < tiles:
+            i, j, matrix = tile_at(tile, *schedule)
+            into, blocks = self.partition_blocks(load_c, sC, matrix)
+            for r in range_constexpr(plan.rows_of_blocks):
+                row = self.block_row(group, r)
+                for column in range_constexpr(plan.blocks):
+                    if i != j or column <= row:
+                        place = group * slots + slot
+                        cute.arch.mbarrier_wait(c_empty + place, phase)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(c_full + place, plan.block_bytes)
+                        block = blocks[None, i * plan.blocks + row, j * plan.blocks + column]
+                        cute.copy(load_c, block, into[None, place], tma_bar_ptr=c_full + place)
+                        slot, phase = advance(slot, phase, 1, slots)
+            tile += stride
+
+    @cute.jit
+    def consume(self, store_d, sA, sB, sC, sD, bars, group, steps, tiles, schedule, has_c, scalars):
+        """A consumer warpgroup: multiply and finish its tiles."""
+        plan = self.plan
+        full, empty, c_full, c_empty = bars
+        thread = cute.arch.thread_idx()[0] % (128 * plan.groups_on_tile)
+        mma = self.mma(plan.tile)
+        part = mma.get_slice(thread)
+        a = mma.make_fragment_A(part.partition_A(sA))
+        b = mma.make_fragment_B(part.partition_B(sB))
+        sums = cute.make_rmem_tensor(part.partition_shape_C((plan.tile, plan.tile)), Float32)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+
+        stage, phase = Int32(0), Int32(0)
+        slot, c_phase, staging = Int32(0), Int32(0), Int32(0)
+        if const_expr(plan.ping_pong):
+            if group == 1:
+                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
+                stage, phase = advance(stage, phase, steps, plan.stages)
+        tile, stride = self.tiles_of(group)
+        while tile < tiles:
+            i, j, matrix = tile_at(tile, *schedule)
+            sums.fill(0.0)
+            if const_expr(plan.ping_pong):
+                cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
+            for k in cutlass.range(steps, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                warpgroup.fence()
+                for kb in range_constexpr(plan.bk // 16):
+                    cute.gemm(mma, sums, a[None, None, kb, stage], b[None, None, kb, stage], sums)
+                warpgroup.commit_group()
+                # One wgmma group stays in flight: only the step before this one has surely been read.
+                warpgroup.wait_group(1)
+                if k > 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(empty + (stage + plan.stages - 1) % plan.stages)
+                stage, phase = advance(stage, phase, 1, plan.stages)
+            if const_expr(plan.ping_pong):
+                cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
+            warpgroup.wait_group(0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + (stage + plan.stages - 1) % plan.stages)
+            if const_expr(plan.ping_pong):
+                stage, phase = advance(stage, phase, steps, plan.stages)
+
+            for r in range_constexpr(plan.rows_of_blocks):
+                row = self.block_row(group, r)
+                for column in range_constexpr(plan.blocks):
+                    if i != j or column <= row:
+                        block = cute.make_rmem_tensor(self.block_fragment_layout(), Float32)
+                        for e in range_constexpr(32):
+                            block[e] = scalars[0] * sums[32 * (plan.blocks * r + column) + e]
+                        if has_c != 0:
+                            place = group * plan.c_slots + slot
+                            cute.arch.mbarrier_wait(c_full + place, c_phase)
+                            self.add_block(block, sC[None, None, place], scalars[1])
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive(c_empty + place)
+                            slot, c_phase = advance(slot, c_phase, 1, plan.c_slots)
+                        at = i * plan.blocks + row, j * plan.blocks + column
+                        self.store_block(store_d, block, sD, group, staging, at, matrix, scalars[2])
+                        staging = (staging + 1) % plan.stagings
+            tile += stride
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_block(self, block, sC, beta):
+        """block += beta * C."""
+        c = cute.make_rmem_tensor(block.layout, self.out_dtype)
+        copy = cute.make_tiled_copy_C(self.row_copy(warp.LdMatrix8x8x16bOp), self.mma(BLOCK))
+        part = copy.get_slice(cute.arch.thread_idx()[0] % 128)
+        cute.copy(copy, part.partition_S(sC), part.retile(c))
+        block.store(block.load() + beta * c.load().to(Float32))
+
+    @cute.jit
+    def store_block(self, store_d, block, sD, group, staging, at, matrix, diag):
+        """Write a block and its transpose; of a block on the diagonal its lower half, to both sides."""
+        plan = self.plan
+        thread = cute.arch.thread_idx()[0] % 128
+        leader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+        place = 2 * (group * plan.stagings + staging)
+        here, mirror = sD[None, None, place], sD[None, None, place + 1]
+        if leader:
+            cute.arch.cp_async_bulk_wait_group(plan.stagings - 1, read=True)
+        cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=128)
+        if at[0] == at[1]:
+            part = self.mma(BLOCK).get_slice(thread)
+            lower, upper = part.partition_C(here), part.partition_C(transposed(here))
+            places = part.partition_C(cute.make_identity_tensor((BLOCK, BLOCK)))
+            for e in range_constexpr(cute.size(block)):
+                y, x = places[e]
+                value = block[e]
+                if y == x:
+                    value += diag
+                if y >= x:
+                    lower[e] = value.to(self.out_dtype)
+                    upper[e] = value.to(self.out_dtype)
+        else:
+            values = cute.make_rmem_tensor(block.layout, self.out_dtype)
+            values.store(block.load().to(self.out_dtype))
+            rows = cute.make_tiled_copy_C(self.row_copy(warp.StMatrix8x8x16bOp), self.mma(BLOCK))
+            part = rows.get_slice(thread)
+            cute.copy(rows, part.retile(values), part.partition_D(here))
+            columns = cute.make_tiled_copy_C(self.column_copy(), self.mma(BLOCK))
+            part = columns.get_slice(thread)
+            cute.copy(columns, part.retile(values), part.partition_D(transposed(mirror)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=128)
+        if leader:
+            source, blocks = self.partition_blocks(store_d, sD, matrix)
+            cute.copy(store_d, source[None, place], blocks[None, at[0], at[1]])
+            if at[0] != at[1]:
+                cute.copy(store_d, source[None, place + 1], blocks[None, at[1], at[0]])
+            cute.arch.cp_async_bulk_commit_group()
+
+    def mma(self, columns: int) -> cute.TiledMma:
+        """wgmma over 64 rows for each warpgroup of a tile; over one block of 64 columns, by one warpgroup."""
+        major = OperandMajorMode.MN if self.plan.column_major else OperandMajorMode.K
+        groups = self.plan.groups_on_tile if columns == self.plan.tile else 1
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major, major, Float32, (groups, 1, 1), tiler_mn=(64, columns)
+        )
+
+    def block_fragment_layout(self) -> cute.Layout:
+        return self.mma(BLOCK).get_slice(0).partition_shape_C((BLOCK, BLOCK))
+
+    def row_copy(self, matrix_op):
+        """Moves along rows of a block: by 8x8 matrices of 16-bit elements, or by two 32-bit elements."""
+        if self.out_dtype.width == 16:
+            return cute.make_copy_atom(matrix_op(False, 4), self.out_dtype)
+        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out_dtype, num_bits_per_copy=64)
+
+    def column_copy(self):
+        """Moves down columns of a block."""
+        if self.out_dtype.width == 16:
+            return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.out_dtype)
+        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out_dtype, num_bits_per_copy=32)
+
+    def tiles_of(self, group):
+        """First tile of a consumer warpgroup, and the way to its next."""
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        if self.plan.ping_pong:
+            return block + group * blocks, 2 * blocks
+        return Int32(block), blocks
+
+    def block_row(self, group, r):
+        """The row of blocks, within the tile, of a warpgroup's ``r``-th."""
+        return r if self.plan.ping_pong else group
+
+    def partition_operand(self, atom, shared, row, matrix):
+        """Shared stages and global steps of k of one row of tiles."""
+        tiles = cute.local_tile(
+            coordinates(self.plan.column_major)[None, None, matrix],
+            (self.plan.tile, self.plan.bk),
+            (row, None),
+        )
+        return partition(atom, shared, tiles)
+
+    def partition_blocks(self, atom, shared, matrix):
+        """Shared places and global (row, column) of blocks."""
+        blocks = cute.local_tile(coordinates(False)[None, None, matrix], (BLOCK, BLOCK), (None, None))
+        return partition(atom, shared, blocks)
+
+
+def partition(atom, shared, tiles):
+    one = cute.make_layout(1)
+    return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+
+
+def coordinates(column_major):
+    """What TMA is told for element (row, column, matrix). The descriptors know the true shapes and clip."""
+    huge = (1 << 30,) * 3
+    e0, e1, e2 = (cute.E(axis) for axis in range(3))
+    layout = cute.make_layout(huge, stride=(e0, e1, e2) if column_major else (e1, e0, e2))
+    return cute.make_tensor(cute.make_identity_tensor(huge).iterator, layout)
+
+
+def transposed(block):
+    """A (64, 64) view of a block by (column, row)."""
+    layout = block.layout
+    return cute.make_tensor(block.iterator, cute.select(layout, mode=[1, 0]))
+
+
+@cute.jit
+def advance(place, phase, by, size):
+    """``by`` places on in a ring of ``size``; the phase flips at every wrap."""
+    place += by
+    wraps = place // size
+    return place - wraps * size, phase ^ (wraps & 1)

@@ -1,0 +1,48 @@
+"""Device side: the order in which persistent blocks take the tiles of lower triangles."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+
+@cute.jit
+def tile_at(tile: Int32, tile_rows: Int32, tiles_each: Int32, band: Int32):
+    """Row, column and matrix of the ``tile``-th tile of a batch of triangles.
+
+    A triangle is walked in bands of ``band`` tile rows, a band column by column. Tiles of one moment thus share
+    ``band`` rows and few columns of operands, which the L2 cache holds.
+    """
+    matrix = tile // tiles_each
+    rest = tile - matrix * tiles_each
+    first = triangle_row(rest) // band * band
+    rest -= Int32(triangle(first))
+    height = cutlass.min(band, tile_rows - first)
+    j = rest // height
+    i = first + rest - j * height
+    if rest >= first * height:
+        # The triangle at the end of a band, row by row.
+        rest -= first * height
+        row = triangle_row(rest)
+        i = first + row
+        j = first + rest - Int32(triangle(row))
+    return i, j, matrix
+
+
+@cute.jit
+def triangle_row(tile: Int32):
+    """The row of the ``tile``-th tile of a triangle walked row by row, for any tile below 2**31."""
+    row = Int32(cute.math.sqrt(2.0 * Float32(tile)))
+    # sqrt(2 t) is off by at most one: it neglects 1/2, and rounds.
+    if triangle(row) > Int64(tile):
+        row -= 1
+    if triangle(row + 1) <= Int64(tile):
+        row += 1
+    return row
+
+
+@cute.jit
+def triangle(rows: Int32):
+    """Tiles of a triangle of ``rows`` rows, in 64 bits."""
+    return Int64(rows) * (Int64(rows) + 1) // 2
