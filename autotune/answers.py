@@ -12,6 +12,7 @@ from dmuon.autotune.versions import valid
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.candidates import plain_choice
 from dmuon.kernels.choose import NEAR_SQUARE, NSChoice, Problem
+from dmuon.kernels.gpu.arch import arch_of
 from dmuon.tuning_cache import Trial
 
 NEAR = 2.0
@@ -46,8 +47,11 @@ def is_legal(choice: NSChoice, problem: Problem, *, listed: bool = False) -> boo
     what makes a choice found at another shape safe.
     """
     device = torch.device(problem.device.split(":")[0])
-    for op in ("gram", "symmetric_product", "apply"):
-        product = getattr(choice, op)
+    arch = arch_of(device)
+    uses = {"gram": choice.gram, "symmetric_product": choice.symmetric_product, "apply": choice.apply}
+    if choice.whole is not None:
+        uses["gram_ns"] = choice.whole
+    for op, product in uses.items():
         backend = BACKENDS.get(product.backend)
         if backend is None or backend.unavailable(device) is not None:
             return False
@@ -55,8 +59,10 @@ def is_legal(choice: NSChoice, problem: Problem, *, listed: bool = False) -> boo
             backend.check(op, product.config)
         except ValueError:
             return False
-        if listed and dict(product.config) not in backend.configs(op, problem.m, problem.n, problem.dtype):
-            return False
+        if listed:
+            offered = backend.configs(op, problem.m, problem.n, problem.dtype, arch)
+            if dict(product.config) not in offered:
+                return False
     return True
 
 

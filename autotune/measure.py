@@ -63,7 +63,7 @@ class Bench:
         return self._clock(lambda: self._run(choice, G))
 
     def _run(self, choice: NSChoice, G: Tensor) -> Tensor:
-        return run_ns(G, choice, self._coefficients, self._dtype)
+        return run_ns(G, choice, self._coefficients, self._dtype, strict=True)
 
     def _rotate(self) -> Iterator[Tensor]:
         """Inputs in turn, enough of them that each has left the cache when it comes round again."""

@@ -9,6 +9,7 @@ import torch
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.choose import NEAR_SQUARE, TINY, NSChoice, Problem, ProductChoice, heuristic_choice
 from dmuon.kernels.coefficients import CoefficientSet
+from dmuon.kernels.gpu.arch import Arch, arch_of
 from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.restarts import default_restarts
 
@@ -40,7 +41,11 @@ def ns_candidates(
     usable = [name for name in names if BACKENDS[name].unavailable(device) is None]
     first = heuristic_choice(problem, coefficients)
     found = [first] if set(first.backends) <= set(usable) else []
-    for products in _products(problem, usable):
+    arch = arch_of(device)
+    for whole in _wholes(problem, usable, arch):
+        for method, restarts in _forms(problem, coefficients):
+            found.append(NSChoice(method, restarts, whole=whole))
+    for products in _products(problem, usable, arch):
         for method, restarts in _forms(problem, coefficients):
             for loop in _loops(problem, products[0].backend):
                 choice = NSChoice(method, restarts, *products, loop=loop)
@@ -70,8 +75,15 @@ def _loops(problem: Problem, backend: str) -> tuple[bool, ...]:
     return (False, True)
 
 
+def _wholes(problem: Problem, backends: Sequence[str], arch: Arch | None) -> Iterator[ProductChoice]:
+    """Kernels that run the whole iteration."""
+    for name in backends:
+        for config in BACKENDS[name].configs("gram_ns", problem.m, problem.n, problem.dtype, arch):
+            yield ProductChoice(name, config)
+
+
 def _products(
-    problem: Problem, backends: Sequence[str]
+    problem: Problem, backends: Sequence[str], arch: Arch | None
 ) -> Iterator[tuple[ProductChoice, ProductChoice, ProductChoice]]:
     """(gram, symmetric_product, apply): one backend and configuration for both symmetric products, or for the
     Gram product alone: its operand is longer, so there a backend pays at smaller m.
@@ -80,9 +92,10 @@ def _products(
     """
     m, n, dtype = problem.m, problem.n, problem.dtype
     for name in backends:
-        applies = BACKENDS[name].configs("apply", m, n, dtype)
+        # On a GPU the full products are cuBLAS's: other kernels for them serve the weight update alone.
+        applies = [] if arch else BACKENDS[name].configs("apply", m, n, dtype)
         apply = ProductChoice(name, applies[0]) if applies else ProductChoice("torch")
-        for config in BACKENDS[name].configs("gram", m, n, dtype):
+        for config in BACKENDS[name].configs("gram", m, n, dtype, arch):
             product = ProductChoice(name, config)
             yield product, product, apply
             if name != "torch" and m <= MIXED_LIMIT:

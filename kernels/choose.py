@@ -67,7 +67,8 @@ class NSChoice:
     """How a whole Newton–Schulz iteration runs.
 
     ``restarts`` are the 0-based iterations run right after a restart (Gram form only). ``loop`` runs a batch
-    one matrix at a time instead of through batched products.
+    one matrix at a time instead of through batched products. With ``whole``, a kernel that runs the whole
+    iteration takes the place of the three products; they serve what it cannot.
     """
 
     method: str
@@ -76,6 +77,7 @@ class NSChoice:
     symmetric_product: ProductChoice = ProductChoice("torch")
     apply: ProductChoice = ProductChoice("torch")
     loop: bool = False
+    whole: ProductChoice | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -90,7 +92,8 @@ class NSChoice:
     @property
     def backends(self) -> tuple[str, ...]:
         """The distinct backends used, sorted."""
-        return tuple(sorted({self.gram.backend, self.symmetric_product.backend, self.apply.backend}))
+        used = (self.gram, self.symmetric_product, self.apply, self.whole)
+        return tuple(sorted({choice.backend for choice in used if choice is not None}))
 
     def to_config(self) -> dict[str, Any]:
         """JSON form; :meth:`from_config` reads it back."""
@@ -100,7 +103,9 @@ class NSChoice:
                 ("gram", self.gram),
                 ("symmetric_product", self.symmetric_product),
                 ("apply", self.apply),
+                ("whole", self.whole),
             )
+            if choice is not None
         }
         return {"method": self.method, "restarts": list(self.restarts), "loop": self.loop, **products}
 
@@ -112,7 +117,7 @@ class NSChoice:
             ValueError: a field is missing, unknown or of the wrong kind.
         """
         expected = {"method", "restarts", "loop", "gram", "symmetric_product", "apply"}
-        if set(config) != expected:
+        if set(config) - {"whole"} != expected:
             raise ValueError(f"an NS configuration has the fields {sorted(expected)}, got {sorted(config)}")
         restarts, loop = config["restarts"], config["loop"]
         if not isinstance(restarts, (list, tuple)) or not all(type(k) is int and k >= 1 for k in restarts):
@@ -133,6 +138,7 @@ class NSChoice:
             symmetric_product=product("symmetric_product"),
             apply=product("apply"),
             loop=loop,
+            whole=product("whole") if "whole" in config else None,
         )
 
 

@@ -13,7 +13,10 @@ all of it is symmetric and commutes — but for rounding, which decides how each
 
 from __future__ import annotations
 
+import warnings
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +25,27 @@ from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.backends.base import Product
 from dmuon.kernels.choose import NSChoice, ProductChoice
 from dmuon.kernels.coefficients import CoefficientSet, Triple
+from dmuon.kernels.gpu.binary import Unsupported
 from dmuon.kernels.normalize import normalized_copy
+from dmuon.kernels.precision import precision_name
 
 _CACHE_BYTES = 16 << 20
 """What a batch's matrices may take together on a CPU: half of a last-level cache, about. More gains nothing, and
 costs memory; much less leaves threads without enough matrices."""
 
 
+_LINE_BYTES = 16
+"""On a GPU, rows of working matrices start at multiples of this, as its kernels' wide copies need."""
+
+
 def run_ns(
-    G: Tensor, choice: NSChoice, coefficients: CoefficientSet, dtype: torch.dtype, out: Tensor | None = None
+    G: Tensor,
+    choice: NSChoice,
+    coefficients: CoefficientSet,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    *,
+    strict: bool = False,
 ) -> Tensor:
     """The orthogonalised G, (…, rows, cols), computed in ``dtype`` as ``choice`` says.
 
@@ -41,22 +56,28 @@ def run_ns(
         dtype: working precision.
         out: result, of G's shape; may be G itself, and must not overlap it otherwise. New and of G's dtype
             if ``None``.
+        strict: raise if a kernel of the choice cannot serve these matrices. Otherwise a warning says so once, and
+            torch's products run in its place.
+
+    Raises:
+        Unsupported: with ``strict``.
 
     Beyond the result this holds one copy of G in ``dtype`` and four m×m matrices per matrix of a batch, or of
     as many matrices as run at a time.
     """
     if out is None:
         out = torch.empty_like(G, memory_format=torch.contiguous_format)
+    if choice.whole is not None and _run_whole(G, choice, coefficients, dtype, out, strict):
+        return out
     together = _together(G, choice.loop, dtype) if _one_batch(out) else 1
     if G.ndim > 2 and (together == 1 or together < G.shape[0]):
         for first in range(0, G.shape[0], together):
             # A lone matrix drops its batch dimension: plain products are faster than batches of one.
             part = slice(first, first + together) if together > 1 else first
-            run_ns(G[part], choice, coefficients, dtype, out[part])
+            run_ns(G[part], choice, coefficients, dtype, out[part], strict=strict)
         return out
-    restarts = range(1, len(coefficients)) if choice.method == "standard" else choice.restarts
-    segments = _segments(coefficients.steps, restarts)
-    working = torch.empty(G.shape, dtype=dtype, device=G.device)
+    segments = _segments(coefficients.steps, _restarts(choice, coefficients))
+    working = _empty(G.shape, dtype, G.device)
     spare = _spare(out, dtype)
     # X moves between `working` and `spare` at every apply; the last must land where the result is wanted.
     start, other = working, spare
@@ -72,9 +93,43 @@ def run_ns(
     assert X is not None and result is not None
     # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
     buffers, m = 3 if choice.method == "standard" else 4, X.shape[-2]
-    grams = torch.empty(buffers, *X.shape[:-2], m, m, dtype=dtype, device=G.device)
-    _iterate(X, Y, result, grams, segments, _Products(choice))
+    grams = _empty((buffers, *X.shape[:-2], m, m), dtype, G.device)
+    _iterate(X, Y, result, grams, segments, _Products(choice, strict))
     return out
+
+
+def _run_whole(
+    G: Tensor, choice: NSChoice, coefficients: CoefficientSet, dtype: torch.dtype, out: Tensor, strict: bool
+) -> bool:
+    """Run all in one launch; ``False`` if the kernel cannot serve these matrices."""
+    assert choice.whole is not None
+    try:
+        if not (_one_batch(G) and _one_batch(out)):
+            raise Unsupported("the batch dimensions cannot be viewed as one")
+        run, tall = _build("gram_ns", choice.whole), G.shape[-2] > G.shape[-1]
+        restarts = tuple(_restarts(choice, coefficients))
+        X, result = _matrices(G, tall), _matrices(out, tall)
+        run(X, result, precision_name(dtype), coefficients.steps, restarts)
+    except Unsupported as reason:
+        if strict:
+            raise
+        _report(choice.whole.backend, "gram_ns", str(reason))
+        return False
+    return True
+
+
+def _restarts(choice: NSChoice, coefficients: CoefficientSet) -> range | tuple[int, ...]:
+    """The standard form is the recurrence restarted before every step."""
+    return range(1, len(coefficients)) if choice.method == "standard" else choice.restarts
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Working memory; on a GPU with rows padded to :data:`_LINE_BYTES`."""
+    if device.type != "cuda":
+        return torch.empty(shape, dtype=dtype, device=device)
+    unit = _LINE_BYTES // dtype.itemsize
+    line = -(-shape[-1] // unit) * unit
+    return torch.empty(*shape[:-1], line, dtype=dtype, device=device)[..., : shape[-1]]
 
 
 def _together(G: Tensor, loop: bool, dtype: torch.dtype) -> int:
@@ -99,16 +154,41 @@ def _one_batch(out: Tensor) -> bool:
 class _Products:
     """The three products of a choice, built once per call."""
 
-    def __init__(self, choice: NSChoice) -> None:
-        self.gram = _build("gram", choice.gram)
-        self.symmetric_product = _build("symmetric_product", choice.symmetric_product)
-        self.apply = _build("apply", choice.apply)
+    def __init__(self, choice: NSChoice, strict: bool) -> None:
+        serve = _build if strict else _build_with_fallback
+        self.gram = serve("gram", choice.gram)
+        self.symmetric_product = serve("symmetric_product", choice.symmetric_product)
+        self.apply = serve("apply", choice.apply)
 
 
 def _build(op: str, choice: ProductChoice) -> Product:
     if choice.backend not in BACKENDS:
         raise ValueError(f"no backend is called {choice.backend!r}; there are {', '.join(BACKENDS)}")
     return BACKENDS[choice.backend].build(op, choice.config)
+
+
+def _build_with_fallback(op: str, choice: ProductChoice) -> Product:
+    """The product, or torch's where a kernel turns out not to serve its operands."""
+    product = _build(op, choice)
+    if choice.backend in ("torch", "blocked"):
+        return product
+
+    def run(*operands: Tensor, **scalars: Any) -> Tensor:
+        try:
+            return product(*operands, **scalars)
+        except Unsupported as reason:
+            _report(choice.backend, op, str(reason))
+            return BACKENDS["torch"].build(op, {})(*operands, **scalars)
+
+    return run
+
+
+@lru_cache(maxsize=256)
+def _report(backend: str, op: str, reason: str) -> None:
+    """Warn, once for each reason."""
+    warnings.warn(
+        f"{backend} cannot run {op}: {reason}. Torch's products run instead.", RuntimeWarning, stacklevel=3
+    )
 
 
 def _segments(steps: tuple[Triple, ...], restarts: range | tuple[int, ...]) -> list[tuple[Triple, ...]]:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dmuon.kernels.gpu.arch import Arch
+
 Product = Callable[..., Tensor]
 """A ready product, writing into ``out`` and returning it. All operands are (m, n) or (B, m, n), any strides.
 
@@ -37,14 +39,22 @@ class Backend(Protocol):
     def unavailable(self, device: torch.device) -> str | None:
         """Why it cannot run on ``device``, in words; ``None`` if it can."""
 
-    def configs(self, op: str, m: int, n: int, dtype: str) -> list[dict[str, Any]]:
-        """The configurations worth timing for (m, n) operands, pruned of those that cannot win or run."""
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch | None = None) -> list[dict[str, Any]]:
+        """The configurations worth timing for (m, n) operands, pruned of those that cannot win or run.
+
+        ``arch`` is that of the CUDA device, ``None`` for any other. ``op`` may also be ``"gram_ns"``: then they
+        are of kernels that run the whole iteration, if the backend has any.
+        """
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         """Raise ValueError unless ``config`` is one that :meth:`build` understands for ``op``."""
 
     def build(self, op: str, config: Mapping[str, Any]) -> Product:
-        """The product ``op`` under ``config``."""
+        """The product ``op`` under ``config``.
+
+        Calling it raises :class:`~dmuon.kernels.gpu.binary.Unsupported`, before anything is written, if it
+        cannot serve the operands.
+        """
 
 
 def matmul(A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, C: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels.backends.base import Product, add_diagonal, matmul
+from dmuon.kernels.gpu.arch import Arch
 
 SPLITS = ("panel", "halves")
 BLOCKS = (128, 192, 256, 512)
@@ -30,16 +31,16 @@ class BlockedBackend:
     def unavailable(self, device: torch.device) -> str | None:
         return None
 
-    def configs(self, op: str, m: int, n: int, dtype: str) -> list[dict[str, Any]]:
-        if op == "apply":
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch | None = None) -> list[dict[str, Any]]:
+        if op not in _PRODUCTS:
             return []
         # At least two blocks, or nothing is saved; at most eight, or the products get too thin to win.
         blocks = [block for block in BLOCKS if 2 * block <= m <= 8 * block]
         return [{"block": block, "split": split} for block in blocks for split in SPLITS]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
-        if op == "apply":
-            raise ValueError("the blocked backend has no apply: use torch")
+        if op not in _PRODUCTS:
+            raise ValueError(f"the blocked backend has no {op}: use torch")
         block, split = config.get("block"), config.get("split")
         if set(config) != {"block", "split"} or type(block) is not int or block < 1 or split not in SPLITS:
             raise ValueError(f"blocked takes block >= 1 and split in {SPLITS}, got {dict(config)}")

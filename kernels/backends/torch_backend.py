@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels.backends.base import Product, add_diagonal, matmul
+from dmuon.kernels.gpu.arch import Arch
 
 
 class TorchBackend:
@@ -21,10 +22,12 @@ class TorchBackend:
     def unavailable(self, device: torch.device) -> str | None:
         return None
 
-    def configs(self, op: str, m: int, n: int, dtype: str) -> list[dict[str, Any]]:
-        return [{}]
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch | None = None) -> list[dict[str, Any]]:
+        return [] if op == "gram_ns" else [{}]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
+        if op not in _PRODUCTS:
+            raise ValueError(f"the torch backend has {', '.join(_PRODUCTS)}, not {op}")
         if config:
             raise ValueError(f"the torch backend has no configuration, got {dict(config)}")
 

@@ -50,7 +50,7 @@ ARCHS: dict[str, Arch] = {
 def arch_of(device: torch.device | str) -> Arch | None:
     """The architecture of a CUDA device; ``None`` for any other device, and for GPUs that no kernel is built for."""
     device = torch.device(device)
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return _with_capability(torch.cuda.get_device_capability(device))
 

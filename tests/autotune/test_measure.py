@@ -31,7 +31,7 @@ class Misbehaving:
     def unavailable(self, device: torch.device) -> str | None:
         return None
 
-    def configs(self, op: str, m: int, n: int, dtype: str) -> list[dict[str, Any]]:
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: object = None) -> list[dict[str, Any]]:
         return [{}]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ def test_inputs_rotate_beyond_the_cache():
 def test_a_part_of_the_batch_is_timed_as_such(monkeypatch):
     bench = Bench(ns_problem(8, 16, 5), polar_express())
     sizes = []
-    monkeypatch.setattr("dmuon.autotune.measure.run_ns", lambda G, *_: sizes.append(len(G)))
+    monkeypatch.setattr("dmuon.autotune.measure.run_ns", lambda G, *_, **__: sizes.append(len(G)))
     bench.time(PLAIN, 2)
     bench.time(PLAIN)
     assert sizes == [2, 5]

@@ -1,0 +1,213 @@
+"""Backends whose kernels are compiled for a GPU: each a table of kernel families, none of which loads a DSL."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels.backends.base import Product
+from dmuon.kernels.coefficients import Triple
+from dmuon.kernels.gpu.arch import Arch, arch_of
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported
+from dmuon.kernels.gpu.calls import Matrices, ProductCall
+from dmuon.kernels.gpu.small_calls import SmallCall
+
+_SHARED_SOURCES = tuple(f"gpu/{name}.py" for name in ("arch", "binary", "calls", "driver", "ptx_text"))
+_PREPARED = 1024
+"""Launches that a product keeps ready: the allocator hands out the same addresses again and again."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a kernel family is, and which of a backend's operations it serves."""
+
+    module: str
+    attribute: str
+    ops: tuple[str, ...]
+
+    @property
+    def loaded(self) -> Any:
+        """The :class:`~dmuon.kernels.gpu.family.ProductFamily`, or ``SmallFamily`` for the op ``gram_ns``."""
+        return getattr(importlib.import_module(f"dmuon.kernels.gpu.{self.module}"), self.attribute)
+
+
+class CompiledBackend:
+    """A backend made of :class:`Family` entries; a configuration says in ``"kernel"`` which of them it is for.
+
+    Args:
+        name: of the backend.
+        package: the DSL's import name.
+        distribution: the DSL's distribution, whose version timings depend on.
+        families: by the name that configurations use.
+    """
+
+    def __init__(self, name: str, package: str, distribution: str, families: Mapping[str, Family]) -> None:
+        self.name, self._package, self._families = name, package, dict(families)
+        self.requires = ("torch", distribution)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        own = (source for family in self._families.values() for source in family.loaded.sources)
+        return ("backends/compiled.py", *_SHARED_SOURCES, *sorted(set(own)))
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"it needs a CUDA GPU, not {device.type}"
+        if arch_of(device) is None:
+            return "there is no CUDA GPU that its kernels are built for"
+        if importlib.util.find_spec(self._package) is None:
+            return f"{self.requires[1]} is not installed"
+        return None
+
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch | None = None) -> list[dict[str, Any]]:
+        if arch is None:
+            return []
+        found = []
+        for name, family in self._families.items():
+            if op in family.ops:
+                args = (m, n, dtype, arch) if op == "gram_ns" else (op, m, n, dtype, arch)
+                found += [{"kernel": name, **config} for config in family.loaded.configs(*args)]
+        return found
+
+    def check(self, op: str, config: Mapping[str, Any]) -> None:
+        family, own = self._split(op, config)
+        if op == "gram_ns":
+            family.check(own)
+        else:
+            family.check(op, own)
+
+    def build(self, op: str, config: Mapping[str, Any]) -> Product:
+        self.check(op, config)
+        family, own = self._split(op, config)
+        return _Whole(self.name, family, own) if op == "gram_ns" else _Ready(self.name, op, family, own)
+
+    def spec(self, call: ProductCall | SmallCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
+        """What ``call`` would run under ``config``, for compiling ahead. Raises Unsupported."""
+        op = "gram_ns" if isinstance(call, SmallCall) else call.op
+        family, own = self._split(op, config)
+        spec: KernelSpec = family.spec(call, own, arch)
+        return spec
+
+    def _split(self, op: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        names = [name for name, family in self._families.items() if op in family.ops]
+        if config.get("kernel") not in names:
+            raise ValueError(
+                f"{self.name} takes for {op} a configuration with kernel in {names}, got {dict(config)}"
+            )
+        own = {key: value for key, value in config.items() if key != "kernel"}
+        return self._families[config["kernel"]].loaded, own
+
+
+class _Launcher:
+    """Turns calls into launches, and keeps those it made."""
+
+    def __init__(
+        self, backend: str, specify: Callable[..., KernelSpec], launch: Callable[..., Launch]
+    ) -> None:
+        self._backend, self._specify, self._launch = backend, specify, launch
+        self._prepared = lru_cache(_PREPARED)(self._prepare)
+
+    def run(self, call: ProductCall | SmallCall, device: torch.device) -> None:
+        arch = arch_of(device)
+        if arch is None:
+            raise Unsupported(
+                f"the {self._backend} backend needs a CUDA GPU, and the operands are on {device}"
+            )
+        self._prepared(call, device, arch)()
+
+    def _prepare(self, call: ProductCall | SmallCall, device: torch.device, arch: Arch) -> Callable[[], None]:
+        from dmuon.kernels.gpu.driver import prepared
+        from dmuon.kernels.gpu.load import binary_for
+
+        binary = binary_for(self._specify(call, arch))
+        return prepared(binary, self._launch(call, binary, device), device)
+
+
+class _Ready:
+    """One of the three products under one configuration."""
+
+    def __init__(self, backend: str, op: str, family: Any, config: dict[str, Any]) -> None:
+        def launch(call: ProductCall, binary: Binary, device: torch.device) -> Launch:
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+            made: Launch = family.launch(call, config, binary, count)
+            return made
+
+        self._op = op
+        self._launcher = _Launcher(backend, lambda call, arch: family.spec(call, config, arch), launch)
+
+    def __call__(
+        self,
+        A: Tensor,
+        *others: Tensor,
+        alpha: float = 1,
+        beta: float = 0,
+        C: Tensor | None = None,
+        diag: float = 0,
+    ) -> Tensor:
+        *second, out = others
+        B = Matrices.of(second[0]) if second else None
+        added = Matrices.of(C) if C is not None and beta else None
+        call = ProductCall(
+            self._op, Matrices.of(A), B, added, Matrices.of(out), alpha, beta if added else 0.0, diag
+        )
+        self._launcher.run(call, out.device)
+        return out
+
+
+class _Whole:
+    """The whole iteration of small matrices under one configuration: ``run(X, out, dtype, steps, restarts)``.
+
+    It scales each (m, n) matrix of X by its norm first, like
+    :func:`~dmuon.kernels.normalize.normalized_copy`.
+    """
+
+    def __init__(self, backend: str, family: Any, config: dict[str, Any]) -> None:
+        self._launcher = _Launcher(
+            backend,
+            lambda call, arch: family.spec(call, config, arch),
+            lambda call, binary, device: family.launch(call, config, binary),
+        )
+
+    def __call__(
+        self, X: Tensor, out: Tensor, dtype: str, steps: tuple[Triple, ...], restarts: tuple[int, ...]
+    ) -> Tensor:
+        call = SmallCall(Matrices.of(X), Matrices.of(out), dtype, steps, restarts, normalize=True)
+        self._launcher.run(call, out.device)
+        return out
+
+
+TRITON = CompiledBackend(
+    "triton",
+    "triton",
+    "triton",
+    {
+        "symmetric": Family("triton_kernels.symmetric", "SYMMETRIC", ("gram", "symmetric_product")),
+        "apply": Family("triton_kernels.apply", "APPLY", ("apply",)),
+        "small": Family("triton_kernels.small", "SMALL", ("gram_ns",)),
+    },
+)
+TILELANG = CompiledBackend(
+    "tilelang",
+    "tilelang",
+    "tilelang",
+    {
+        "symmetric": Family("tilelang_kernels.symmetric", "SYMMETRIC", ("gram", "symmetric_product")),
+        "small": Family("tilelang_kernels.small", "SMALL", ("gram_ns",)),
+    },
+)
+CUTE = CompiledBackend(
+    "cute",
+    "cutlass",
+    "nvidia-cutlass-dsl",
+    {
+        "sm90": Family("cute_kernels.symmetric_sm90", "SYMMETRIC_SM90", ("gram", "symmetric_product")),
+        "sm80": Family("cute_kernels.symmetric_sm80", "SYMMETRIC_SM80", ("gram", "symmetric_product")),
+    },
+)
