@@ -12,11 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dmuon.kernels.gpu.arch import arch_named
-from dmuon.kernels.gpu.binary import Binary, KernelSpec, pointer
+from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.ptx_text import entry_of, params_of, threads_of
-
-HIDDEN_ARGS = (pointer(0), pointer(0))
-"""What a launch passes after a kernel's own arguments: Triton's global and profiling scratch, which none uses."""
 
 
 def compile_triton(
@@ -31,9 +28,12 @@ def compile_triton(
 ) -> Binary:
     """Compile the ``@triton.jit`` function ``fn`` for ``spec.arch``.
 
+    A launch passes :data:`~dmuon.kernels.gpu.triton_kernels.operands.HIDDEN_ARGS` after ``fn``'s own arguments.
+
     Args:
         signature: type of each run-time argument, such as ``"*bf16"``, ``"i32"``, ``"fp32"``; with ``":16"``
-            after it, its value is a multiple of 16 (an address in bytes, a number in units).
+            after it, its value is a multiple of 16 (an address in bytes, a number in units), and so for other
+            powers of two.
         constexprs: value of each ``tl.constexpr`` argument.
         extra: goes into the binary's ``extra``.
 
@@ -44,13 +44,12 @@ def compile_triton(
     names = list(fn.arg_names)
     if sorted(names) != sorted([*signature, *constexprs]):
         raise ValueError(f"{fn.__name__} takes {names}, got {[*signature, *constexprs]}")
-    types = {name: signature.get(name, "constexpr").removesuffix(":16") for name in names}
-    multiples = {
-        (names.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if kind.endswith(":16")
-    }
-    source = ASTSource(fn, types, dict(constexprs), multiples)
+    types, attributes = dict.fromkeys(names, "constexpr"), {}
+    for name, kind in signature.items():
+        types[name], _, divisor = kind.partition(":")
+        if divisor:
+            attributes[(names.index(name),)] = [["tt.divisibility", int(divisor)]]
+    source = ASTSource(fn, types, dict(constexprs), attributes)
     # Fusion of multiply and add is said here, since Triton's default changes between versions.
     options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": 1, "enable_fp_fusion": True}
     major, minor = arch_named(spec.arch).capability

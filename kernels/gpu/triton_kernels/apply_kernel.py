@@ -1,0 +1,121 @@
+"""Device side of :mod:`dmuon.kernels.gpu.triton_kernels.apply`. Imports Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dmuon.kernels.gpu.binary import Binary, KernelSpec
+from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
+
+
+def build(spec: KernelSpec) -> Binary:
+    """Compile the kernel for ``spec``, which :meth:`ApplyFamily.spec` made."""
+    options = spec.options
+    vector = {name: options[f"vector_{name}"] for name in ("a", "b", "c", "out")}
+    lines = {
+        "a": "depth" if options["a_by_rows"] else "m",
+        "b": "n" if options["b_by_rows"] else "depth",
+        "c": "n" if options["c_by_rows"] else "m",
+        "out": "n",
+    }
+    eights = {length for name, length in lines.items() if vector[name]}
+    dtypes = {
+        "a": options["dtype"],
+        "b": options["dtype"],
+        "c": options["out_dtype"],
+        "out": options["out_dtype"],
+    }
+    pointers = {"a": "A", "b": "B", "c": "C", "out": "out"}
+    signature = {
+        **{pointers[name]: f"*{dtypes[name]}" + ":16" * vector[name] for name in vector},
+        **{size: "i32" + ":8" * (size in eights) for size in ("m", "n", "depth")},
+        **{f"line_{name}": "i64" + ":8" * vector[name] for name in vector},
+        **{f"batch_{name}": "i64" + ":8" * vector[name] for name in vector},
+        **dict.fromkeys(("alpha", "beta"), "fp32"),
+        "scalars": "*fp32",
+    }
+    names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k", "group")
+    constexprs = {name.upper(): options[name] for name in names}
+    return compile_triton(
+        spec, apply, signature, constexprs, num_warps=options["warps"], num_stages=options["stages"]
+    )
+
+
+@triton.jit
+def apply(
+    A,
+    B,
+    C,
+    out,
+    m,
+    n,
+    depth,
+    line_a,
+    line_b,
+    line_c,
+    line_out,
+    batch_a,
+    batch_b,
+    batch_c,
+    batch_out,
+    alpha,
+    beta,
+    scalars,
+    A_BY_ROWS: tl.constexpr,
+    B_BY_ROWS: tl.constexpr,
+    C_BY_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """alpha·A B + beta·C for A (m, depth), B (depth, n); alpha and beta from ``scalars`` unless that is null."""
+    high, wide = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    tiles = high.to(tl.int64) * wide
+    batch = tl.program_id(0) // tiles
+    i, j = grouped_tile((tl.program_id(0) - batch * tiles).to(tl.int32), high, wide, GROUP)
+    row, column, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    rows, columns = i * BLOCK_M + row, j * BLOCK_N + column
+
+    # Scalars advance, and 32-bit offsets inside a tile stay: pointers of a whole tile would cost registers.
+    first_a, first_b = (i * BLOCK_M).to(tl.int64), (j * BLOCK_N).to(tl.int64)
+    left = A + batch * batch_a + (first_a * line_a if A_BY_ROWS else first_a)
+    right = B + batch * batch_b + (first_b if B_BY_ROWS else first_b * line_b)
+    inside_left = within(row[:, None], inner[None, :], line_a, A_BY_ROWS)
+    inside_right = within(inner[:, None], column[None, :], line_b, B_BY_ROWS)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, depth, BLOCK_K):
+        a = tl.load(left + inside_left, (rows < m)[:, None] & (inner < depth - k)[None, :], other=0.0)
+        b = tl.load(right + inside_right, (columns < n)[None, :] & (inner < depth - k)[:, None], other=0.0)
+        total = tl.dot(a, b, total)
+        left += BLOCK_K if A_BY_ROWS else BLOCK_K * line_a
+        right += BLOCK_K * line_b if B_BY_ROWS else BLOCK_K
+
+    on_device = scalars.to(tl.int64) != 0
+    alpha = tl.load(scalars, on_device, other=alpha)
+    beta = tl.load(scalars + 1, on_device, other=beta)
+    total *= alpha
+    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+    if beta != 0:
+        offsets = rows * line_c + columns if C_BY_ROWS else rows + columns * line_c
+        total += beta * tl.load(C + batch * batch_c + offsets, inside, other=0.0)
+    target = out + batch * batch_out + rows * line_out + columns
+    tl.store(target, total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def within(row, column, line, BY_ROWS: tl.constexpr):
+    """Offsets inside a tile."""
+    line = line.to(tl.int32)
+    return row * line + column if BY_ROWS else row + column * line
+
+
+@triton.jit
+def grouped_tile(index, high, wide, GROUP: tl.constexpr):
+    """Row and column of tile ``index`` of ``high`` × ``wide``: bands of GROUP rows, column by column in a band."""
+    first = index // (GROUP * wide) * GROUP
+    height = tl.minimum(GROUP, high - first)
+    local = index - first * wide
+    return first + local % height, local // height

@@ -1,0 +1,123 @@
+"""``gram`` and ``symmetric_product`` in Triton: one kernel, which computes only tiles on and below the diagonal.
+
+A configuration has ``block`` (the side of a square tile), ``block_k`` (elements of the inner dimension per step),
+``warps``, ``stages`` (of the copy pipeline) and ``group`` (tile rows of a band that is walked column by column,
+for the L2 cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dmuon.kernels.gpu.arch import Arch
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, f32, i32, i64, pointer
+from dmuon.kernels.gpu.calls import Matrices, ProductCall
+from dmuon.kernels.gpu.triton_kernels.operands import (
+    HALF,
+    HIDDEN_ARGS,
+    batch_stride,
+    check_config,
+    check_operands,
+    check_shared,
+    contiguous_rows,
+    line_stride,
+    shared_bytes,
+    transposed,
+    vectors,
+)
+
+OPS = ("gram", "symmetric_product")
+
+FIELDS = {
+    "block": (16, 32, 64, 128),
+    "block_k": (16, 32, 64, 128),
+    "warps": (1, 2, 4, 8),
+    "stages": (1, 2, 3, 4, 5, 6),
+    "group": (1, 2, 4, 8, 16, 32),
+}
+"""What each field of a configuration may be."""
+
+
+class SymmetricFamily:
+    """The kernel in all its configurations; see :class:`~dmuon.kernels.gpu.family.ProductFamily`."""
+
+    sources = tuple(
+        f"gpu/triton_kernels/{name}.py" for name in ("symmetric", "symmetric_kernel", "operands", "compile")
+    )
+
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
+        if op not in OPS or dtype not in HALF:
+            return []
+        inner = n if op == "gram" else m
+        choices = [
+            {"block": block, "block_k": block_k, "warps": warps, "stages": stages, "group": group}
+            for block, warps in ((32, 2), (32, 4), (64, 4), (128, 8))
+            # A tile beyond the matrix gains nothing over the next smaller one.
+            if block < 2 * max(m, 32)
+            for block_k in (32, 64, 128)
+            if block_k < 2 * max(inner, 32)
+            for stages in (3, 4, 5)
+            if stages == 3 or stages * block_k <= inner
+            for group in ((8, 16) if m > 32 * block else (8,))
+        ]
+        return [choice for choice in choices if _shared_bytes(choice, arch, 4) <= arch.shared_bytes]
+
+    def check(self, op: str, config: Mapping[str, Any]) -> None:
+        check_config("symmetric", OPS, FIELDS, op, config)
+
+    def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
+        self.check(call.op, config)
+        check_operands(call)
+        check_shared(_shared_bytes(config, arch, call.out.item_bytes), config, arch)
+        A, B, C, out = _operands(call)
+        options = {
+            **config,
+            "by_rows": contiguous_rows(A),
+            "dtype": A.dtype,
+            "out_dtype": out.dtype,
+            "vector_in": vectors(A) and vectors(B),
+            "vector_out": vectors(C) and vectors(out),
+        }
+        return KernelSpec("triton", "triton_kernels.symmetric_kernel", arch.name, options)
+
+    def launch(
+        self, call: ProductCall, config: Mapping[str, Any], binary: Binary, multiprocessors: int
+    ) -> Launch:
+        operands = A, _, _, out = _operands(call)
+        side = -(-out.rows // config["block"])
+        blocks = out.batch * side * (side + 1) // 2
+        if blocks >= 1 << 31:
+            raise Unsupported(f"triton: {blocks} tiles of {config['block']} are more than a grid holds")
+        args = (
+            *(pointer(operand.address) for operand in operands),
+            i32(A.rows),
+            i32(A.columns),
+            *(i64(line_stride(operand)) for operand in operands),
+            *(i64(batch_stride(operand)) for operand in operands),
+            f32(call.alpha),
+            f32(call.beta if call.C is not None else 0.0),
+            f32(call.diag),
+            *HIDDEN_ARGS,
+        )
+        return Launch((blocks, 1, 1), args)
+
+
+SYMMETRIC = SymmetricFamily()
+
+
+def _shared_bytes(config: Mapping[str, Any], arch: Arch, out_bytes: int) -> int:
+    block = config["block"]
+    stage = 2 * block * config["block_k"] * 2
+    return shared_bytes(arch, config["stages"], stage, block * block * out_bytes)
+
+
+def _operands(call: ProductCall) -> tuple[Matrices, Matrices, Matrices, Matrices]:
+    """A, B, C and out. An absent B is A, an absent C is out."""
+    A, C, out = call.A, _by_rows(call.C or call.out), _by_rows(call.out)
+    return (A, A, C, out) if call.B is None else (_by_rows(A), _by_rows(call.B), C, out)
+
+
+def _by_rows(matrices: Matrices) -> Matrices:
+    """A symmetric matrix with contiguous rows: with contiguous columns, it is its own transpose."""
+    return matrices if contiguous_rows(matrices) else transposed(matrices)
