@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dmuon.kernels.gpu.arch import ARCHS, Arch
+from dmuon.kernels.gpu.arch import Arch, arch_named
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, TensorMap, Unsupported, f32, i32
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
 
@@ -19,6 +19,8 @@ BLOCK = 64
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _BAND = 8
 """Tile rows that are walked together, column by column: about the root of the number of multiprocessors."""
+
+_ARCH = arch_named("sm_90a")
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,19 @@ class Plan:
         return 128 * (1 + self.consumers)
 
     @property
-    def registers(self) -> tuple[int, int] | None:
-        """Registers for a thread of the producer and of a consumer; ``None`` if there is enough for all."""
-        return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
+    def registers(self) -> tuple[int, int]:
+        """Registers for a thread of the producer and of a consumer; together they fill the register file."""
+        return {2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
-    def c_slots(self) -> int:
-        """Blocks of C in flight for each consumer warpgroup."""
-        return 1 if self.tile == 192 else 2
-
-    @property
-    def stagings(self) -> int:
-        """Pairs of a block and its transpose that each consumer warpgroup stages."""
-        return 1 if self.tile == 192 or self.out_dtype == "fp32" else 2
+    def buffers(self) -> tuple[int, int]:
+        """For each consumer warpgroup, blocks of C in flight and pairs of a block and its transpose that are staged:
+        two of each where stages leave the room."""
+        room = _ARCH.shared_bytes - self._barrier_bytes - self.stages * self.stage_bytes
+        for c_slots, stagings in ((2, 2), (2, 1)):
+            if self.consumers * (c_slots + 2 * stagings) * self.block_bytes <= room:
+                return c_slots, stagings
+        return 1, 1
 
     @property
     def stage_bytes(self) -> int:
@@ -97,9 +99,12 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """Barriers (less than 1 KiB), stages, slots of C and staged blocks."""
-        blocks = self.consumers * (self.c_slots + 2 * self.stagings)
-        return 1024 + self.stages * self.stage_bytes + blocks * self.block_bytes
+        """Of one block: barriers, stages, slots of C and staged blocks."""
+        c_slots, stagings = self.buffers
+        blocks = self.consumers * (c_slots + 2 * stagings)
+        return self._barrier_bytes + self.stages * self.stage_bytes + blocks * self.block_bytes
+
+    _barrier_bytes = 1024
 
 
 class SymmetricSm90:
@@ -114,30 +119,33 @@ class SymmetricSm90:
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
-        if arch.name != "sm_90a" or op not in ("gram", "symmetric_product") or dtype not in ("bf16", "fp16"):
+        if arch != _ARCH or op not in _OPS or dtype not in ("bf16", "fp16"):
             return []
-        return [dict(config) for config in _CONFIGS if config["tile"] == 64 or m > 64]
+        area = {tile: -(-m // tile) * (-(-m // tile) + 1) // 2 * tile**2 for tile in (64, 128, 192)}
+        # Larger tiles load less for each product, but may cover much more than the triangle; from a few thousand
+        # rows on, what small ones save is less than what they load.
+        tiles = [tile for tile in area if area[tile] <= 1.5 * min(area.values()) and (tile > 64 or m <= 4096)]
+        return [dict(config) for config in _CONFIGS if config["tile"] in tiles]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
-        if op not in ("gram", "symmetric_product"):
-            raise ValueError(f"op must be gram or symmetric_product, got {op!r}")
-        fields = {"arrangement", "tile", "bk", "stages"}
-        if set(config) != fields:
-            raise ValueError(f"config must have the fields {sorted(fields)}, got {sorted(config)}")
-        tiles = {"cooperative": (64, 128, 192), "ping-pong": (64, 128)}
+        if op not in _OPS:
+            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+        fields = ("arrangement", "tile", "bk", "stages")
+        if set(config) != set(fields):
+            raise ValueError(f"config must have the fields {', '.join(fields)}, got {sorted(config)}")
+        tiles = {"cooperative": (128, 192), "ping-pong": (64, 128)}
         if config["arrangement"] not in tiles:
-            raise ValueError(f"arrangement must be one of {sorted(tiles)}, got {config['arrangement']!r}")
-        allowed = {"tile": tiles[config["arrangement"]], "bk": (32, 64, 128), "stages": tuple(range(2, 13))}
+            raise ValueError(f"arrangement must be one of {', '.join(tiles)}, got {config['arrangement']!r}")
+        allowed = {"tile": tiles[config["arrangement"]], "bk": (64, 128), "stages": range(2, 17)}
         for name, values in allowed.items():
             if config[name] not in values:
-                raise ValueError(
-                    f"{name} must be one of {values} for {config['arrangement']} warpgroups, got {config[name]!r}"
-                )
+                of = f" of {config['arrangement']} warpgroups" if name == "tile" else ""
+                raise ValueError(f"{name}{of} must be one of {list(values)}, got {config[name]!r}")
 
     def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
         self.check(call.op, config)
-        if arch.name != "sm_90a":
-            raise Unsupported(f"needs sm_90a, got {arch.name}")
+        if arch != _ARCH:
+            raise Unsupported(f"needs {_ARCH.name}, got {arch.name}")
         if call.A.dtype not in ("bf16", "fp16") or call.out.dtype not in _ITEM_BYTES:
             raise Unsupported(
                 f"needs fp16 or bf16 operands, got {call.A.dtype} with a result in {call.out.dtype}"
@@ -186,7 +194,20 @@ class SymmetricSm90:
 
 SYMMETRIC_SM90 = SymmetricSm90()
 
-_CONFIGS: tuple[dict[str, Any], ...] = ({"arrangement": "cooperative", "tile": 128, "bk": 64, "stages": 4},)
+_OPS = ("gram", "symmetric_product")
+
+_CONFIGS: tuple[dict[str, Any], ...] = tuple(
+    {"arrangement": arrangement, "tile": tile, "bk": bk, "stages": stages}
+    for arrangement, tile, bk, stages in (
+        ("cooperative", 192, 64, 3),
+        ("cooperative", 128, 64, 5),
+        ("cooperative", 128, 64, 4),
+        ("ping-pong", 128, 64, 5),
+        ("ping-pong", 128, 64, 4),
+        ("ping-pong", 64, 128, 4),
+        ("ping-pong", 64, 64, 8),
+    )
+)
 
 
 def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
@@ -196,7 +217,8 @@ def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
     if by_columns:
         lines, kind, along, count, length = along, "column", lines, length, count
     if length > 1 and along != 1:
-        return f"must be contiguous along a row or a column, got strides {matrices.row_stride}, {matrices.column_stride}"
+        strides = f"{matrices.row_stride}, {matrices.column_stride}"
+        return f"must be contiguous along a row or a column, got strides {strides}"
     distances = {"first element": matrices.address}
     if count > 1:
         distances[f"{kind} stride"] = lines * matrices.item_bytes

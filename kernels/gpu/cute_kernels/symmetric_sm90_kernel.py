@@ -63,6 +63,7 @@ class SymmetricSm90:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.c_slots, self.stagings = plan.buffers
         self.dtype, self.out_dtype = DTYPES[plan.dtype], DTYPES[plan.out_dtype]
 
     @cute.jit
@@ -110,14 +111,17 @@ class SymmetricSm90:
     ):
         plan = self.plan
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_index == 0:
+            for atom in (load_a, load_b, load_c, store_d):
+                cpasync.prefetch_descriptor(atom)
         smem = SmemAllocator()
         full = smem.allocate_array(Int64, plan.stages)
         empty = smem.allocate_array(Int64, plan.stages)
-        c_full = smem.allocate_array(Int64, plan.c_slots * plan.consumers)
-        c_empty = smem.allocate_array(Int64, plan.c_slots * plan.consumers)
+        c_full = smem.allocate_array(Int64, self.c_slots * plan.consumers)
+        c_empty = smem.allocate_array(Int64, self.c_slots * plan.consumers)
         operand = self.operand_layout()
-        slots = self.block_layout(plan.c_slots * plan.consumers)
-        staged = self.block_layout(2 * plan.stagings * plan.consumers)
+        slots = self.block_layout(self.c_slots * plan.consumers)
+        staged = self.block_layout(2 * self.stagings * plan.consumers)
         sA = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
         sB = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
         sC = smem.allocate_tensor(self.out_dtype, slots.outer, 1024, slots.inner)
@@ -128,7 +132,7 @@ class SymmetricSm90:
                 for s in range_constexpr(plan.stages):
                     cute.arch.mbarrier_init(full + s, 1)
                     cute.arch.mbarrier_init(empty + s, 4 * plan.groups_on_tile)
-                for s in range_constexpr(plan.c_slots * plan.consumers):
+                for s in range_constexpr(self.c_slots * plan.consumers):
                     cute.arch.mbarrier_init(c_full + s, 1)
                     cute.arch.mbarrier_init(c_empty + s, 4)
             cute.arch.mbarrier_init_fence()
@@ -137,16 +141,14 @@ class SymmetricSm90:
         schedule = (tile_rows, tiles_each, band)
         group = warp_index // 4
         if group == plan.consumers:
-            if const_expr(plan.registers is not None):
-                cute.arch.setmaxregister_decrease(plan.registers[0])
+            cute.arch.setmaxregister_decrease(plan.registers[0])
             if warp_index % 4 == 0:
                 self.load_operands(load_a, load_b, sA, sB, full, empty, steps, tiles, schedule)
             elif warp_index % 4 <= plan.consumers:
                 if has_c != 0:
                     self.load_blocks(load_c, sC, c_full, c_empty, warp_index % 4 - 1, tiles, schedule)
         else:
-            if const_expr(plan.registers is not None):
-                cute.arch.setmaxregister_increase(plan.registers[1])
+            cute.arch.setmaxregister_increase(plan.registers[1])
             bars = (full, empty, c_full, c_empty)
             scalars = (alpha, beta, diag)
             self.consume(store_d, sA, sB, sC, sD, bars, group, steps, tiles, schedule, has_c, scalars)
@@ -167,14 +169,14 @@ class SymmetricSm90:
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, plan.stage_bytes)
                 cute.copy(load_a, from_a[None, k], into_a[None, stage], tma_bar_ptr=full + stage)
                 cute.copy(load_b, from_b[None, k], into_b[None, stage], tma_bar_ptr=full + stage)
-                stage, phase = advance(stage, phase, 1, plan.stages)
+                stage, phase = step(stage, phase, plan.stages)
             tile += cute.arch.grid_dim()[0]
 
     @cute.jit
     def load_blocks(self, load_c, sC, c_full, c_empty, group, tiles, schedule):
         """A warp of the producer: the blocks of C for one consumer warpgroup, in the order in which it adds them."""
         plan = self.plan
-        slots = plan.c_slots
+        slots = self.c_slots
         slot, phase = Int32(0), Int32(1)
         tile, stride = self.tiles_of(group)
         while tile < tiles:
@@ -190,7 +192,7 @@ class SymmetricSm90:
                             cute.arch.mbarrier_arrive_and_expect_tx(c_full + place, plan.block_bytes)
                         block = blocks[None, i * plan.blocks + row, j * plan.blocks + column]
                         cute.copy(load_c, block, into[None, place], tma_bar_ptr=c_full + place)
-                        slot, phase = advance(slot, phase, 1, slots)
+                        slot, phase = step(slot, phase, slots)
             tile += stride
 
     @cute.jit
@@ -198,66 +200,74 @@ class SymmetricSm90:
         """A consumer warpgroup: multiply and finish its tiles."""
         plan = self.plan
         full, empty, c_full, c_empty = bars
-        thread = cute.arch.thread_idx()[0] % (128 * plan.groups_on_tile)
         mma = self.mma(plan.tile)
-        part = mma.get_slice(thread)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        # Descriptors of operands are the same for all threads of a warpgroup; the slice of its first thread says so.
+        part = mma.get_slice(group * 128 if plan.groups_on_tile > 1 else 0)
         a = mma.make_fragment_A(part.partition_A(sA))
         b = mma.make_fragment_B(part.partition_B(sB))
         sums = cute.make_rmem_tensor(part.partition_shape_C((plan.tile, plan.tile)), Float32)
-        mma.set(warpgroup.Field.ACCUMULATE, True)
 
         stage, phase = Int32(0), Int32(0)
         slot, c_phase, staging = Int32(0), Int32(0), Int32(0)
         if const_expr(plan.ping_pong):
             if group == 1:
                 cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-                stage, phase = advance(stage, phase, steps, plan.stages)
+                stage, phase = skip(stage, phase, steps, plan.stages)
         tile, stride = self.tiles_of(group)
         while tile < tiles:
             i, j, matrix = tile_at(tile, *schedule)
-            sums.fill(0.0)
-            if const_expr(plan.ping_pong):
-                cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
-            for k in cutlass.range(steps, unroll=1):
-                cute.arch.mbarrier_wait(full + stage, phase)
-                warpgroup.fence()
-                for kb in range_constexpr(plan.bk // 16):
-                    cute.gemm(mma, sums, a[None, None, kb, stage], b[None, None, kb, stage], sums)
-                warpgroup.commit_group()
-                # One wgmma group stays in flight: only the step before this one has surely been read.
-                warpgroup.wait_group(1)
-                if k > 0:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(empty + (stage + plan.stages - 1) % plan.stages)
-                stage, phase = advance(stage, phase, 1, plan.stages)
-            if const_expr(plan.ping_pong):
-                cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
-            warpgroup.wait_group(0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + (stage + plan.stages - 1) % plan.stages)
-            if const_expr(plan.ping_pong):
-                stage, phase = advance(stage, phase, steps, plan.stages)
-
+            stage, phase = self.multiply(mma, a, b, sums, full, empty, group, steps, stage, phase)
             for r in range_constexpr(plan.rows_of_blocks):
                 row = self.block_row(group, r)
                 for column in range_constexpr(plan.blocks):
                     if i != j or column <= row:
-                        block = cute.make_rmem_tensor(self.block_fragment_layout(), Float32)
-                        for e in range_constexpr(32):
-                            block[e] = scalars[0] * sums[32 * (plan.blocks * r + column) + e]
+                        block = cute.make_rmem_tensor(self.block_fragment(), Float32)
+                        for e in range_constexpr(cute.size(block)):
+                            block[e] = scalars[0] * sums[cute.size(block) * (plan.blocks * r + column) + e]
                         if has_c != 0:
-                            place = group * plan.c_slots + slot
+                            place = group * self.c_slots + slot
                             cute.arch.mbarrier_wait(c_full + place, c_phase)
                             self.add_block(block, sC[None, None, place], scalars[1])
                             with cute.arch.elect_one():
                                 cute.arch.mbarrier_arrive(c_empty + place)
-                            slot, c_phase = advance(slot, c_phase, 1, plan.c_slots)
-                        at = i * plan.blocks + row, j * plan.blocks + column
-                        self.store_block(store_d, block, sD, group, staging, at, matrix, scalars[2])
-                        staging = (staging + 1) % plan.stagings
+                            slot, c_phase = step(slot, c_phase, self.c_slots)
+                        at = i * plan.blocks + row, j * plan.blocks + column, matrix
+                        diagonal = row == column and i == j
+                        self.store_block(store_d, block, sD, group, staging, at, diagonal, scalars[2])
+                        staging = (staging + 1) % self.stagings
             tile += stride
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def multiply(self, mma, a, b, sums, full, empty, group, steps, stage, phase):
+        """sums = the product of a tile, from the stages that follow; returns the ring's place for the next tile."""
+        plan = self.plan
+        sums.fill(0.0)
+        if const_expr(plan.ping_pong):
+            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
+        previous = stage
+        for k in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            for kb in range_constexpr(plan.bk // 16):
+                cute.gemm(mma, sums, a[None, None, kb, stage], b[None, None, kb, stage], sums)
+            warpgroup.commit_group()
+            # This step's products stay in flight; those of the step before are done with their stage.
+            warpgroup.wait_group(1)
+            if k > 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(empty + previous)
+            previous = stage
+            stage, phase = step(stage, phase, plan.stages)
+        if const_expr(plan.ping_pong):
+            cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
+            stage, phase = skip(stage, phase, steps, plan.stages)
+        warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + previous)
+        return stage, phase
 
     @cute.jit
     def add_block(self, block, sC, beta):
@@ -269,17 +279,17 @@ class SymmetricSm90:
         block.store(block.load() + beta * c.load().to(Float32))
 
     @cute.jit
-    def store_block(self, store_d, block, sD, group, staging, at, matrix, diag):
+    def store_block(self, store_d, block, sD, group, staging, at, diagonal, diag):
         """Write a block and its transpose; of a block on the diagonal its lower half, to both sides."""
         plan = self.plan
         thread = cute.arch.thread_idx()[0] % 128
         leader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
-        place = 2 * (group * plan.stagings + staging)
+        place = 2 * (group * self.stagings + staging)
         here, mirror = sD[None, None, place], sD[None, None, place + 1]
         if leader:
-            cute.arch.cp_async_bulk_wait_group(plan.stagings - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(self.stagings - 1, read=True)
         cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=128)
-        if at[0] == at[1]:
+        if diagonal:
             part = self.mma(BLOCK).get_slice(thread)
             lower, upper = part.partition_C(here), part.partition_C(transposed(here))
             places = part.partition_C(cute.make_identity_tensor((BLOCK, BLOCK)))
@@ -303,9 +313,9 @@ class SymmetricSm90:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=128)
         if leader:
-            source, blocks = self.partition_blocks(store_d, sD, matrix)
+            source, blocks = self.partition_blocks(store_d, sD, at[2])
             cute.copy(store_d, source[None, place], blocks[None, at[0], at[1]])
-            if at[0] != at[1]:
+            if not diagonal:
                 cute.copy(store_d, source[None, place + 1], blocks[None, at[1], at[0]])
             cute.arch.cp_async_bulk_commit_group()
 
@@ -317,7 +327,8 @@ class SymmetricSm90:
             self.dtype, self.dtype, major, major, Float32, (groups, 1, 1), tiler_mn=(64, columns)
         )
 
-    def block_fragment_layout(self) -> cute.Layout:
+    def block_fragment(self):
+        """Shape of a thread's part of a block."""
         return self.mma(BLOCK).get_slice(0).partition_shape_C((BLOCK, BLOCK))
 
     def row_copy(self, matrix_op):
@@ -378,8 +389,18 @@ def transposed(block):
 
 
 @cute.jit
-def advance(place, phase, by, size):
-    """``by`` places on in a ring of ``size``; the phase flips at every wrap."""
-    place += by
+def step(place, phase, size):
+    """The next place of a ring of ``size``; the phase flips at every wrap."""
+    place += 1
+    if place == size:
+        place = Int32(0)
+        phase ^= 1
+    return place, phase
+
+
+@cute.jit
+def skip(place, phase, count, size):
+    """The place ``count`` further in a ring of ``size``."""
+    place += count
     wraps = place // size
     return place - wraps * size, phase ^ (wraps & 1)
