@@ -41,6 +41,11 @@ class KernelSpec:
         value = {"dsl": self.dsl, "module": self.module, "arch": self.arch, "options": dict(self.options)}
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
+    @classmethod
+    def from_text(cls, text: str) -> KernelSpec:
+        """The inverse of :attr:`text`."""
+        return cls(**json.loads(text))
+
     def __hash__(self) -> int:
         return hash(self.text)
 
