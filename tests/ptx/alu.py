@@ -1,0 +1,520 @@
+"""Integer, logic, predicate and data-movement instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx.program import Instruction, Pair, Register, Vector
+from ptx.table import Closure, Mask, instruction
+from ptx.types import DTYPES, UNSIGNED, bytes_of
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+
+def compute(
+    machine: Machine,
+    statement: Instruction,
+    type_name: str,
+    operation: Callable[..., Any],
+    count: int = 2,
+    result: str = "",
+) -> Closure:
+    """``args[0] = operation(args[1], …)`` with operands of one type, and a result of the type ``result`` or the same."""
+    sources = [machine.source(arg, type_name) for arg in statement.args[1 : 1 + count]]
+    target, result = statement.args[0], result or type_name
+    row = machine.exact_row(target, result)
+    if isinstance(operation, np.ufunc) and row is not None and result == type_name:
+        if count == 2:
+            x, y = sources
+
+            def run_two(mask: Mask) -> None:
+                operation(x, y, out=row, where=mask)
+
+            return run_two
+        (z,) = sources
+
+        def run_one(mask: Mask) -> None:
+            operation(z, out=row, where=mask)
+
+        return run_one
+    write = machine.target(target, result)
+
+    def run(mask: Mask) -> None:
+        write(operation(*sources), mask)
+
+    return run
+
+
+def _type(statement: Instruction) -> str:
+    return statement.mods[-1]
+
+
+def _integer(*opcodes: str) -> Any:
+    """Registers a handler that leaves floating-point types to the modules of those."""
+    return instruction(*(f"{opcode}.{kind}" for opcode in opcodes for kind in _INTEGERS))
+
+
+_INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64", "b16", "b32", "b64", "pred")
+_SIMPLE: dict[str, Any] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+@_integer(*_SIMPLE)
+def simple(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    operation = _SIMPLE[statement.op]
+    if kind == "pred":
+        return _predicate_logic(machine, statement, operation)
+    return compute(machine, statement, kind, operation)
+
+
+def _predicate_logic(machine: Machine, statement: Instruction, operation: Any) -> Closure:
+    x, y = (machine.predicate(arg) for arg in statement.args[1:3])
+    row = machine.row(statement.args[0])
+
+    def run(mask: Mask) -> None:
+        operation(x(), y(), out=row, where=mask)
+
+    return run
+
+
+@_integer("neg", "abs", "not", "cnot")
+def unary(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    if kind == "pred":
+        x, row = machine.predicate(statement.args[1]), machine.row(statement.args[0])
+
+        def run(mask: Mask) -> None:
+            np.logical_not(x(), out=row, where=mask)
+
+        return run
+    if statement.op == "cnot":
+        return compute(machine, statement, kind, lambda x: (x == 0).astype(DTYPES[kind]), 1)
+    operations = {"neg": np.negative, "abs": np.absolute, "not": np.invert}
+    return compute(machine, statement, kind, operations[statement.op], 1)
+
+
+def _wide(kind: str) -> str:
+    return f"{kind[0]}{2 * int(kind[1:])}"
+
+
+def _high(x: Any, y: Any, kind: str) -> Any:
+    """The upper half of a product."""
+    bits = int(kind[1:])
+    if bits < 64:
+        wide = DTYPES[_wide(kind)]
+        product = np.multiply(x, y, dtype=wide)
+        return (product >> product.dtype.type(bits)).astype(DTYPES[kind])
+    a, b = np.asarray(x).astype(object), np.asarray(y).astype(object)
+    products = np.atleast_1d((a * b) >> 64)
+    high = np.array([p & 0xFFFFFFFFFFFFFFFF for p in products.ravel()], np.uint64)
+    return high.view(DTYPES[kind])
+
+
+@instruction("mul.lo", "mul.hi", "mul.wide", "mad.lo", "mad.hi", "mad.wide", "mul24.lo", "mad24.lo")
+def multiply(machine: Machine, statement: Instruction) -> Closure:
+    kind, part = _type(statement), statement.mods[0]
+    result = _wide(kind) if part == "wide" else kind
+    dtype = DTYPES[result]
+    x, y = (machine.source(arg, kind) for arg in statement.args[1:3])
+    z = machine.source(statement.args[3], result) if statement.op.startswith("mad") else None
+    row = machine.exact_row(statement.args[0], result)
+    if row is None:
+        raise NotImplementedError(f"{statement.opcode} with operands of another width")
+    if part == "hi":
+
+        def run_high(mask: Mask) -> None:
+            product = _high(x, y, kind)
+            np.copyto(row, product if z is None else product + z, where=mask)
+
+        return run_high
+    if z is None:
+
+        def run(mask: Mask) -> None:
+            np.multiply(x, y, out=row, where=mask, dtype=dtype)
+
+        return run
+
+    def run_add(mask: Mask) -> None:
+        np.add(np.multiply(x, y, dtype=dtype), z, out=row, where=mask)
+
+    return run_add
+
+
+@_integer("div", "rem")
+def divide(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+
+    def operation(x: Any, y: Any) -> Any:
+        x, y = np.broadcast_arrays(x, y)
+        safe = np.where(y == 0, y.dtype.type(1), y)
+        quotient = x // safe
+        if kind[0] == "s":
+            # numpy rounds down, PTX toward zero.
+            quotient = quotient + ((x % safe != 0) & ((x < 0) != (safe < 0))).astype(x.dtype)
+        remainder = x - quotient * safe
+        value = quotient if statement.op == "div" else remainder
+        return np.where(y == 0, x.dtype.type(-1 if kind[0] == "s" else np.iinfo(x.dtype).max), value)
+
+    return compute(machine, statement, kind, operation)
+
+
+@instruction("shl", "shr")
+def shift(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    bits = 8 * bytes_of(kind)
+    left = statement.op == "shl"
+    x, n = machine.source(statement.args[1], kind), machine.source(statement.args[2], "u32")
+    write = machine.target(statement.args[0], kind)
+    dtype = np.dtype(DTYPES[kind])
+    function = np.left_shift if left else np.right_shift
+    if np.ndim(n) == 0:
+        amount = int(n)
+        if amount < bits:
+            row, count = machine.exact_row(statement.args[0], kind), dtype.type(amount)
+            if row is not None:
+
+                def run_constant(mask: Mask) -> None:
+                    function(x, count, out=row, where=mask)
+
+                return run_constant
+        n = np.uint32(min(amount, bits))
+
+    def run(mask: Mask) -> None:
+        small = np.minimum(n, np.uint32(bits - 1)).astype(dtype)
+        shifted = function(x, small)
+        over = np.asarray(n) >= bits
+        if over.any() and not (kind[0] == "s" and not left):
+            shifted = np.where(over, dtype.type(0), shifted)
+        write(shifted, mask)
+
+    return run
+
+
+@instruction("shf")
+def funnel_shift(machine: Machine, statement: Instruction) -> Closure:
+    direction, mode = statement.mods[0], statement.mods[1]
+    low, high, n = (machine.source(arg, "u32") for arg in statement.args[1:4])
+    write = machine.target(statement.args[0], "u32")
+
+    def run(mask: Mask) -> None:
+        amount = np.asarray(n) & np.uint32(31) if mode == "wrap" else np.minimum(n, np.uint32(32))
+        both = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(np.uint64)
+        wide = amount.astype(np.uint64)
+        both = (both << wide) >> np.uint64(32) if direction == "l" else both >> wide
+        write(both.astype(np.uint32), mask)
+
+    return run
+
+
+@instruction("lop3")
+def lop3(machine: Machine, statement: Instruction) -> Closure:
+    table = int(machine.source(statement.args[4], "u32"))
+    a, b, c = (machine.source(arg, "b32") for arg in statement.args[1:4])
+    write = machine.target(statement.args[0], "b32")
+
+    def run(mask: Mask) -> None:
+        result = np.uint32(0)
+        for row in range(8):
+            if table >> row & 1:
+                result = result | (
+                    (a if row & 4 else np.invert(a))
+                    & (b if row & 2 else np.invert(b))
+                    & (c if row & 1 else np.invert(c))
+                )
+        write(result, mask)
+
+    return run
+
+
+@instruction("prmt")
+def permute_bytes(machine: Machine, statement: Instruction) -> Closure:
+    if statement.mods != ("b32",):
+        raise NotImplementedError(statement.opcode)
+    a, b, selector = (machine.source(arg, "b32") for arg in statement.args[1:4])
+    write = machine.target(statement.args[0], "b32")
+
+    def run(mask: Mask) -> None:
+        both = np.asarray(a).astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
+        result = np.zeros((), np.uint32)
+        for k in range(4):
+            nibble = np.asarray(selector) >> np.uint32(4 * k) & np.uint32(15)
+            byte = (both >> ((nibble & np.uint32(7)).astype(np.uint64) * np.uint64(8))).astype(
+                np.uint32
+            ) & np.uint32(255)
+            sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
+            result = result | np.where(nibble & np.uint32(8), sign, byte).astype(np.uint32) << np.uint32(
+                8 * k
+            )
+        write(result.astype(np.uint32), mask)
+
+    return run
+
+
+@instruction("bfe")
+def extract_bits(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    bits = 8 * bytes_of(kind)
+    x = machine.source(statement.args[1], kind)
+    start, length = (machine.source(arg, "u32") for arg in statement.args[2:4])
+    write = machine.target(statement.args[0], kind)
+
+    def run(mask: Mask) -> None:
+        first = np.asarray(start).astype(np.int64) & 255
+        count = np.asarray(length).astype(np.int64) & 255
+        values = np.asarray(x).view(UNSIGNED[bits // 8])
+        wide = values.astype(np.uint64)
+        kept = np.where(first < 64, wide >> np.minimum(first, 63).astype(np.uint64), np.uint64(0))
+        ones = np.where(
+            count >= 64,
+            ~np.uint64(0),
+            (np.uint64(1) << np.minimum(count, 63).astype(np.uint64)) - np.uint64(1),
+        )
+        kept = kept & ones
+        if kind[0] == "s":
+            last = np.minimum(first + count - 1, bits - 1)
+            sign = (wide >> np.maximum(last, 0).astype(np.uint64)) & np.uint64(1)
+            kept = np.where((sign == 1) & (count > 0), kept | ~ones, kept)
+            # Bits past the end of the value repeat its sign.
+            past = (first + count > bits) & (sign == 1)
+            real = np.where(first < bits, np.maximum(bits - first, 0), 0).astype(np.uint64)
+            kept = np.where(past, kept | (~np.uint64(0) << np.minimum(real, np.uint64(63))), kept)
+        write(kept.astype(UNSIGNED[bits // 8]).view(DTYPES[kind]), mask)
+
+    return run
+
+
+@instruction("bfi")
+def insert_bits(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    bits = 8 * bytes_of(kind)
+    a, b = (machine.source(arg, kind) for arg in statement.args[1:3])
+    start, length = (machine.source(arg, "u32") for arg in statement.args[3:5])
+    write = machine.target(statement.args[0], kind)
+
+    def run(mask: Mask) -> None:
+        first = np.asarray(start).astype(np.uint64) & np.uint64(255)
+        count = np.minimum(np.asarray(length).astype(np.uint64) & np.uint64(255), np.uint64(bits))
+        ones = np.where(
+            count >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(count, np.uint64(63))) - np.uint64(1)
+        )
+        field = np.where(first < bits, ones << np.minimum(first, np.uint64(63)), np.uint64(0))
+        moved = np.where(
+            first < bits, np.asarray(a).astype(np.uint64) << np.minimum(first, np.uint64(63)), np.uint64(0)
+        )
+        result = (np.asarray(b).astype(np.uint64) & ~field) | (moved & field)
+        write(result.astype(DTYPES[kind]), mask)
+
+    return run
+
+
+@instruction("popc", "clz", "brev", "bfind", "ffs")
+def count_bits(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    size = bytes_of(kind)
+    x = machine.source(statement.args[1], f"b{8 * size}")
+    write = machine.target(statement.args[0], kind if statement.op == "brev" else "u32")
+
+    def run(mask: Mask) -> None:
+        values = np.atleast_1d(np.asarray(x))
+        big = np.ascontiguousarray(values).astype(f">u{size}").view(np.uint8).reshape(values.size, size)
+        bits = np.unpackbits(big, axis=1)
+        if statement.op == "popc":
+            write(bits.sum(1).astype(np.uint32), mask)
+        elif statement.op == "brev":
+            packed = np.ascontiguousarray(np.packbits(bits[:, ::-1].copy(), axis=1))
+            write(packed.view(f">u{size}")[:, 0].astype(UNSIGNED[size]), mask)
+        else:
+            if statement.op == "bfind" and kind[0] == "s":
+                bits = np.where(bits[:, :1] == 1, 1 - bits, bits)
+            zeros = np.where(bits.any(1), bits.argmax(1), 8 * size)
+            if statement.op == "bfind" and "shiftamt" not in statement.mods:
+                zeros = 8 * size - 1 - zeros
+            write(zeros.astype(np.int64).astype(np.uint32), mask)
+
+    return run
+
+
+@instruction("mov")
+def move(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    target, value = statement.args
+    if isinstance(value, Vector):
+        return _pack(machine, kind, target, value)
+    if isinstance(target, Vector):
+        return _unpack(machine, kind, target, value)
+    if kind == "pred":
+        x, row = machine.predicate(value), machine.row(target)
+
+        def run_predicate(mask: Mask) -> None:
+            np.copyto(row, x(), where=mask)
+
+        return run_predicate
+    bits = f"b{8 * bytes_of(kind)}"
+    source, write = (
+        machine.source(value, kind if kind[0] == "f" else bits),
+        machine.target(target, kind if kind[0] == "f" else bits),
+    )
+    exact = machine.exact_row(target, bits)
+    if exact is not None and isinstance(value, Register):
+        source = machine.source(value, bits)
+
+        def run_copy(mask: Mask) -> None:
+            np.copyto(exact, source, where=mask)
+
+        return run_copy
+
+    def run(mask: Mask) -> None:
+        write(source, mask)
+
+    return run
+
+
+def _pack(machine: Machine, kind: str, target: Any, value: Vector) -> Closure:
+    size = bytes_of(kind) // len(value.items)
+    sources = [machine.source(item, f"b{8 * size}") for item in value.items]
+    write = machine.target(target, kind)
+    scratch = np.empty((machine.threads, len(sources)), UNSIGNED[size])
+    packed = scratch.view(DTYPES[kind])[:, 0]
+
+    def run(mask: Mask) -> None:
+        for place, source in enumerate(sources):
+            scratch[:, place] = source
+        write(packed, mask)
+
+    return run
+
+
+def _unpack(machine: Machine, kind: str, target: Vector, value: Any) -> Closure:
+    size = bytes_of(kind) // len(target.items)
+    source = machine.source(value, kind)
+    writes = [machine.target(item, f"b{8 * size}") for item in target.items]
+
+    def run(mask: Mask) -> None:
+        whole = np.array(np.broadcast_to(source, (machine.threads,)))
+        parts = whole.view(UNSIGNED[size]).reshape(machine.threads, -1)
+        for place, write in enumerate(writes):
+            write(parts[:, place], mask)
+
+    return run
+
+
+@instruction("selp")
+def select(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    x, y = (machine.source(arg, kind) for arg in statement.args[1:3])
+    chosen, write = machine.predicate(statement.args[3]), machine.target(statement.args[0], kind)
+
+    def run(mask: Mask) -> None:
+        write(np.where(chosen(), x, y), mask)
+
+    return run
+
+
+_COMPARE: dict[str, Any] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
+_COMBINE: dict[str, Any] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+
+def comparison(name: str, floating: bool) -> Callable[[Any, Any], Any]:
+    """A comparison by its PTX name; for floats, those on ``nan`` and the unordered ones too."""
+    if floating and name in ("num", "nan"):
+        return lambda x, y: (np.isnan(x) | np.isnan(y)) == (name == "nan")
+    if floating and name[-1] == "u" and name[:-1] in _COMPARE:
+        ordered = _COMPARE[name[:-1]]
+        return lambda x, y: ordered(x, y) | np.isnan(x) | np.isnan(y)
+    if floating and name == "ne":
+        return lambda x, y: (x != y) & ~(np.isnan(x) | np.isnan(y))
+    return _COMPARE[name]  # type: ignore[no-any-return]
+
+
+def set_predicates(machine: Machine, statement: Instruction, operation: Any, sources: list[Any]) -> Closure:
+    """setp with an optional second destination and an optional predicate combined in."""
+    combine = next((_COMBINE[mod] for mod in statement.mods[1:-1] if mod in _COMBINE), None)
+    other = machine.predicate(statement.args[3]) if combine is not None else None
+    target = statement.args[0]
+    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, None)
+    write = machine.target(first, "pred")
+    write_second = machine.target(second, "pred") if second is not None else None
+    x, y = sources
+    row = machine.row(first) if isinstance(first, Register) else None
+    if combine is None and write_second is None and row is not None and isinstance(operation, np.ufunc):
+
+        def run_simple(mask: Mask) -> None:
+            operation(x, y, out=row, where=mask)
+
+        return run_simple
+
+    def run(mask: Mask) -> None:
+        result = operation(x, y)
+        inverse = ~result
+        if combine is not None and other is not None:
+            extra = np.array(other())
+            result, inverse = combine(result, extra), combine(inverse, extra)
+        write(result, mask)
+        if write_second is not None:
+            write_second(inverse, mask)
+
+    return run
+
+
+@instruction("setp")
+def set_predicate(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
+        from ptx.floats import half_comparison
+
+        return half_comparison(machine, statement)
+    operation = comparison(statement.mods[0], kind[0] == "f")
+    sources = [machine.source(arg, kind) for arg in statement.args[1:3]]
+    return set_predicates(machine, statement, operation, sources)
+
+
+@instruction("cvta")
+def convert_address(machine: Machine, statement: Instruction) -> Closure:
+    from ptx.machine import GENERIC_LOCAL, GENERIC_SHARED
+
+    space = next(mod.split("::")[0] for mod in statement.mods if mod != "to" and not mod.startswith("u"))
+    base = {"shared": GENERIC_SHARED, "local": GENERIC_LOCAL}.get(space, 0)
+    source, write = machine.source(statement.args[1], "s64"), machine.target(statement.args[0], "s64")
+    # A parameter's symbol already is a generic address.
+    shift = np.int64(-base if "to" in statement.mods else base)
+
+    def run(mask: Mask) -> None:
+        write(source + shift, mask)
+
+    return run
+
+
+@instruction("isspacep")
+def is_space(machine: Machine, statement: Instruction) -> Closure:
+    from ptx.machine import _WINDOW
+
+    window = {"global": 0, "shared": 1, "local": 2, "param": 3}[statement.mods[0].split("::")[0]]
+    source, write = machine.source(statement.args[1], "s64"), machine.target(statement.args[0], "pred")
+
+    def run(mask: Mask) -> None:
+        write((source >> np.int64(_WINDOW)) == window, mask)
+
+    return run

@@ -1,0 +1,431 @@
+"""Bulk and tensor copies (TMA): loads that arrive at an mbarrier, stores in groups of a thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmuon.kernels.gpu.binary import TensorMap
+from ptx.mbarriers import Barriers
+from ptx.memory import Shared
+from ptx.program import Address, Instruction
+from ptx.table import AGAIN, Closure, Mask, instruction
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+_ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def check_tensor_map(tensor_map: TensorMap) -> None:
+    """Raise unless the driver would encode it.
+
+    Raises:
+        ValueError: naming the field and what it should be.
+    """
+    item, rank = _ITEM[tensor_map.dtype], len(tensor_map.shape)
+    inner = tensor_map.box[0] * item
+
+    def require(holds: bool, text: str) -> None:
+        if not holds:
+            raise ValueError(f"tensor map {tensor_map}: {text}")
+
+    require(1 <= rank <= 5, "it must have 1 to 5 dimensions")
+    require(len(tensor_map.strides) == rank - 1, "strides must be those of all dimensions but the first")
+    require(len(tensor_map.box) == rank, "the box must have as many dimensions as the tensor")
+    require(tensor_map.address % 16 == 0, "the address must be a multiple of 16")
+    require(all(1 <= size <= 1 << 32 for size in tensor_map.shape), "sizes must be from 1 to 2^32")
+    require(
+        all(s % 16 == 0 and 0 < s < 1 << 40 for s in tensor_map.strides),
+        "strides must be positive multiples of 16 below 2^40",
+    )
+    require(all(1 <= size <= 256 for size in tensor_map.box), "box sizes must be from 1 to 256")
+    require(inner % 16 == 0, "the box's rows must be multiples of 16 bytes")
+    require(tensor_map.swizzle in (0, 32, 64, 128), "the swizzle must be 0, 32, 64 or 128")
+    require(
+        tensor_map.swizzle == 0 or inner <= tensor_map.swizzle,
+        "the box's rows must not be longer than the swizzle",
+    )
+
+
+def swizzled(addresses: Any, swizzle: int) -> Any:
+    """Shared addresses after swizzling: bits 4-6 are XORed with bits 7-9, as many as the pattern has."""
+    return addresses ^ (((addresses >> 7) & (swizzle // 16 - 1)) << 4) if swizzle else addresses
+
+
+@dataclass
+class _Box:
+    """The part of a box that lies within its tensor."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    first: int
+
+    @property
+    def empty(self) -> bool:
+        return any(low >= high for low, high in zip(self.low, self.high, strict=True))
+
+
+class _Tensor:
+    """A tensor map with its memory."""
+
+    def __init__(self, machine: Machine, tensor_map: TensorMap) -> None:
+        check_tensor_map(tensor_map)
+        self.map, self.item = tensor_map, _ITEM[tensor_map.dtype]
+        self.strides = (self.item, *tensor_map.strides)
+        self.memory = machine.memory
+        self.box_bytes = int(np.prod(tensor_map.box)) * self.item
+        self.dtype = np.uint16 if self.item == 2 else np.uint32
+
+    def clip(self, coordinates: tuple[int, ...]) -> _Box:
+        low = tuple(max(0, -c) for c in coordinates)
+        high = tuple(
+            min(box, size - c) for c, box, size in zip(coordinates, self.map.box, self.map.shape, strict=True)
+        )
+        first = self.map.address + sum(
+            (c + skip) * stride for c, skip, stride in zip(coordinates, low, self.strides, strict=True)
+        )
+        return _Box(low, high, first)
+
+    def addresses(self, box: _Box) -> Any:
+        """Of every element within, slowest dimension first."""
+        total: Any = np.zeros((), np.int64)
+        for axis, (low, high) in enumerate(zip(box.low, box.high, strict=True)):
+            steps = np.arange(high - low, dtype=np.int64) * self.strides[axis]
+            total = steps.reshape(-1, *[1] * axis) + total
+        return (total + box.first).ravel()
+
+    def part(self, box: _Box) -> tuple[slice, ...]:
+        """The index of the part within, in an array of the box (slowest dimension first)."""
+        return tuple(slice(low, high) for low, high in zip(box.low[::-1], box.high[::-1], strict=True))
+
+    def read(self, coordinates: tuple[int, ...]) -> Any:
+        """The box as 16-byte chunks; zeros outside of the tensor."""
+        values = np.zeros(self.map.box[::-1], self.dtype)
+        box = self.clip(coordinates)
+        if not box.empty:
+            found = self.memory.load(self.addresses(box), self.item, "TMA load")
+            values[self.part(box)] = found.reshape(values[self.part(box)].shape)
+        return values.reshape(-1, 16 // self.item).view(np.complex128)[:, 0]
+
+    def write(self, coordinates: tuple[int, ...], chunks: Any, reduce: str | None) -> None:
+        box = self.clip(coordinates)
+        if box.empty:
+            return
+        values = (
+            np.ascontiguousarray(chunks).view(self.dtype).reshape(self.map.box[::-1])[self.part(box)].ravel()
+        )
+        addresses = self.addresses(box)
+        if reduce is not None:
+            values = self._reduced(addresses, values, reduce)
+        self.memory.store(addresses, values, self.item, "TMA store")
+
+    def _reduced(self, addresses: Any, values: Any, reduce: str) -> Any:
+        from ptx.floats import decode, encode
+
+        if reduce != "add":
+            raise NotImplementedError(f"TMA reduction {reduce}")
+        kind = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}[self.map.dtype]
+        old = self.memory.load(addresses, self.item, "TMA reduction")
+        if kind == "f32":
+            return (old.view(np.float32) + values.view(np.float32)).view(np.uint32)
+        return encode(decode(old, kind) + decode(values, kind), kind)
+
+
+@dataclass
+class _Load:
+    """A load in flight: into these blocks, at an offset, then arriving at barriers of the same blocks."""
+
+    read: Any
+    swizzle: int
+    offset: int
+    blocks: list[int]
+    barriers: list[tuple[int, int]]
+    size: int
+    what: str
+
+
+@dataclass
+class _Store:
+    """A store in flight, from a block's shared memory at an offset."""
+
+    write: Any
+    swizzle: int
+    offset: int
+    block: int
+    size: int
+    taken: Any = None
+
+
+class Engine:
+    """All bulk copies in flight."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.barriers: Barriers = machine.unit(Barriers)
+        self.tensors = {offset: _Tensor(machine, tensor) for offset, tensor in machine.tensor_maps.items()}
+        self.reset()
+
+    def reset(self) -> None:
+        self.loads: list[_Load] = []
+        self.groups: dict[int, list[list[_Store]]] = {}
+
+    # Loads
+
+    def load(self, load: _Load) -> bool:
+        """Issues a load; whether a barrier's phase ended."""
+        self.machine.report.tma_bytes += load.size * len(load.blocks)
+        if self.machine.postponed():
+            self.loads.append(load)
+            return False
+        return self._land(load)
+
+    def _land(self, load: _Load) -> bool:
+        shared, chunks = self.machine.shared, load.read()
+        places = self._chunks(load.offset, load.size, load.swizzle, load.what)
+        woke = False
+        for block, (owner, barrier) in zip(load.blocks, load.barriers, strict=True):
+            shared.views[16][block, places] = chunks
+            woke |= self.barriers.complete_bytes(owner, barrier, load.size)
+        return woke
+
+    def _chunks(self, offset: int, size: int, swizzle: int, what: str) -> Any:
+        """Where the 16-byte chunks of a box lie in shared memory."""
+        addresses = swizzled(offset + 16 * np.arange(size // 16), swizzle)
+        return self.machine.shared.places(addresses, 16, what)
+
+    # Stores
+
+    def store(self, thread: int, store: _Store) -> None:
+        self.machine.report.tma_bytes += store.size
+        self.groups.setdefault(thread, [[]])[-1].append(store)
+        if not self.machine.postponed():
+            self._take(store)
+
+    def _take(self, store: _Store) -> None:
+        """Reads the source."""
+        if store.taken is None:
+            places = self._chunks(store.offset, store.size, store.swizzle, "TMA store")
+            self.machine.proxies.check(store.block, places * 16, 16, "a bulk store")
+            store.taken = self.machine.shared.views[16][store.block, places]
+
+    def commit(self, thread: int) -> None:
+        self.groups.setdefault(thread, [[]]).append([])
+
+    def wait(self, thread: int, left: int, reading: bool) -> None:
+        """Until at most ``left`` groups of the thread are in flight (or still read, if ``reading``)."""
+        groups = self.groups.setdefault(thread, [[]])
+        over = len(groups) - 1 - left
+        for group in groups[: max(over, 0)]:
+            for store in group:
+                self._take(store)
+                if not reading:
+                    store.write(store.taken)
+        if not reading and over > 0:
+            del groups[:over]
+
+    # Time
+
+    def advance(self, rng: Any) -> bool:
+        """Ends one load; whether there was one."""
+        if not self.loads:
+            return False
+        self._land(self.loads.pop(0 if rng is None else int(rng.integers(len(self.loads)))))
+        return True
+
+    def finish(self) -> None:
+        if self.loads:
+            raise RuntimeError(f"{len(self.loads)} bulk loads are still in flight when the block exits")
+        for thread, groups in self.groups.items():
+            for group in groups:
+                for store in group:
+                    # The block may exit while its stores are written, not while they are still read.
+                    self._take(store)
+                    store.write(store.taken)
+            self.groups[thread] = [[]]
+
+
+def _is_load(statement: Instruction) -> bool:
+    spaces = [mod for mod in statement.mods if mod.startswith(("shared", "global"))]
+    return spaces[0].startswith("shared")
+
+
+@instruction("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
+def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
+    if any(mod.startswith(("im2col", "cta_group", "tile::")) for mod in statement.mods):
+        raise NotImplementedError(statement.opcode)
+    engine: Engine = machine.unit(Engine)
+    rank = int(next(mod for mod in statement.mods if mod[:1].isdigit())[0])
+    loading = _is_load(statement)
+    tensor, place = (
+        (statement.args[1], statement.args[0]) if loading else (statement.args[0], statement.args[1])
+    )
+    assert isinstance(tensor, Address)
+    descriptor = machine.address(Address(tensor.base, tensor.offset))
+    coordinates = [machine.source(c, "s32") for c in tensor.coordinates]
+    assert len(coordinates) == rank, statement.text
+    shared = machine.address(place)
+    barrier = machine.address(statement.args[2]) if loading else None
+    cast = _Multicast(machine, statement, 3)
+    reduce = next(
+        (m for m in statement.mods if m in ("add", "min", "max", "and", "or", "xor", "inc", "dec")), None
+    )
+
+    def run(mask: Mask) -> int | None:
+        woke = False
+        for lane in range(machine.threads) if mask is True else mask.nonzero()[0].tolist():
+            one = np.array([lane])
+            source = engine.tensors.get(int(descriptor(one)[0]) - _PARAM)
+            if source is None:
+                raise RuntimeError(
+                    f"the descriptor at {int(descriptor(one)[0]):#x} is no tensor map of this launch"
+                )
+            if source.map.box and len(source.map.shape) != rank:
+                raise RuntimeError(
+                    f"a {rank}-dimensional copy of a tensor of {len(source.map.shape)} dimensions"
+                )
+            at = tuple(int(np.broadcast_to(c, (machine.threads,))[lane]) for c in coordinates)
+            blocks, places = machine.shared_places(shared(one), one, 16, "TMA")
+            block, offset = int(blocks[0]), int(places[0]) * 16
+            if offset % 128:
+                raise RuntimeError(f"a TMA box at shared address {offset:#x}, which is no multiple of 128")
+            if barrier is not None:
+                owners, barriers = engine.barriers.places(barrier(one), one)
+                targets = cast.targets(lane, block, int(owners[0]), int(barriers[0]))
+                woke |= engine.load(
+                    _Load(
+                        lambda s=source, c=at: s.read(c),
+                        source.map.swizzle,
+                        offset,
+                        *targets,
+                        source.box_bytes,
+                        statement.text,
+                    )
+                )
+            else:
+                engine.store(
+                    lane,
+                    _Store(
+                        lambda v, s=source, c=at: s.write(c, v, reduce),
+                        source.map.swizzle,
+                        offset,
+                        block,
+                        source.box_bytes,
+                    ),
+                )
+        return AGAIN if woke else None
+
+    return run
+
+
+_PARAM = 3 << 60
+
+
+class _Multicast:
+    """The blocks of a cluster that a load writes to, each at the same offset, with the barrier at the same offset."""
+
+    def __init__(self, machine: Machine, statement: Instruction, place: int) -> None:
+        self.machine = machine
+        spread = any(mod.startswith("multicast") for mod in statement.mods)
+        self.bits = machine.source(statement.args[place], "u16") if spread else None
+
+    def targets(
+        self, lane: int, block: int, owner: int, barrier: int
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        if self.bits is None:
+            return [block], [(owner, barrier)]
+        bits = int(np.broadcast_to(self.bits, (self.machine.threads,))[lane])
+        first = int(self.machine.cluster_first[lane])
+        size = self.machine.shape.cluster_blocks
+        if bits >> size or not bits:
+            raise RuntimeError(f"multicast to the blocks {bits:#b} of a cluster of {size}")
+        blocks = [first + rank for rank in range(size) if bits >> rank & 1]
+        return blocks, [(block, barrier) for block in blocks]
+
+
+@instruction("cp.async.bulk", "cp.reduce.async.bulk")
+def bulk_copy(machine: Machine, statement: Instruction) -> Closure:
+    """A run of bytes between global and shared memory, or to the shared memory of another block."""
+    if statement.op == "cp" and statement.mods[1] == "bulk" and "shared" not in statement.opcode:
+        raise NotImplementedError(statement.opcode)
+    if "reduce" in statement.mods:
+        raise NotImplementedError(statement.opcode)
+    engine: Engine = machine.unit(Engine)
+    spaces = [mod.split("::")[0] for mod in statement.mods if mod.startswith(("shared", "global"))]
+    target, source = machine.address(statement.args[0]), machine.address(statement.args[1])
+    size = machine.source(statement.args[2], "u32")
+    barrier = machine.address(statement.args[3]) if "bulk_group" not in statement.mods else None
+    cast = _Multicast(machine, statement, 4)
+
+    def run(mask: Mask) -> int | None:
+        woke = False
+        for lane in range(machine.threads) if mask is True else mask.nonzero()[0].tolist():
+            one = np.array([lane])
+            count = int(np.broadcast_to(size, (machine.threads,))[lane])
+            if count % 16:
+                raise RuntimeError(f"a bulk copy of {count} bytes, which is no multiple of 16")
+            if barrier is None:
+                blocks, places = machine.shared_places(source(one), one, 16, "bulk store")
+                line = int(target(one)[0]) + 16 * np.arange(count // 16)
+
+                def write(values: Any, line: Any = line) -> None:
+                    machine.memory.store(line, values, 16, "bulk store")
+
+                engine.store(lane, _Store(write, 0, int(places[0]) * 16, int(blocks[0]), count))
+                continue
+            blocks, places = machine.shared_places(target(one), one, 16, "bulk load")
+            owners, barriers = engine.barriers.places(barrier(one), one)
+            targets = cast.targets(lane, int(blocks[0]), int(owners[0]), int(barriers[0]))
+            if spaces[1] == "global":
+                line = int(source(one)[0]) + 16 * np.arange(count // 16)
+
+                def read(line: Any = line) -> Any:
+                    return machine.memory.load(line, 16, "bulk load")
+
+            else:
+                read = _shared_reader(machine, source(one), one, count)
+            woke |= engine.load(_Load(read, 0, int(places[0]) * 16, *targets, count, statement.text))
+        return AGAIN if woke else None
+
+    return run
+
+
+def _shared_reader(machine: Machine, address: Any, lane: Any, count: int) -> Any:
+    blocks, places = machine.shared_places(address, lane, 16, "bulk copy")
+    chunks = int(places[0]) + np.arange(count // 16)
+
+    def read() -> Any:
+        machine.proxies.check(int(blocks[0]), chunks * 16, 16, "a bulk copy")
+        return machine.shared.views[16][int(blocks[0]), chunks].copy()
+
+    return read
+
+
+@instruction("cp.async.bulk.commit_group")
+def commit(machine: Machine, statement: Instruction) -> Closure:
+    engine: Engine = machine.unit(Engine)
+
+    def run(mask: Mask) -> None:
+        for lane in range(machine.threads) if mask is True else mask.nonzero()[0].tolist():
+            if lane in engine.groups:
+                engine.commit(lane)
+
+    return run
+
+
+@instruction("cp.async.bulk.wait_group")
+def wait(machine: Machine, statement: Instruction) -> Closure:
+    engine: Engine = machine.unit(Engine)
+    left, reading = int(machine.source(statement.args[0], "s32")), "read" in statement.mods
+
+    def run(mask: Mask) -> None:
+        for lane in range(machine.threads) if mask is True else mask.nonzero()[0].tolist():
+            if lane in engine.groups:
+                engine.wait(lane, left, reading)
+
+    return run
+
+
+__all__ = ["Engine", "Shared", "check_tensor_map", "swizzled"]

@@ -1,0 +1,455 @@
+"""Floating-point arithmetic, scalar and packed, and conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx.alu import comparison, set_predicates
+from ptx.program import Instruction
+from ptx.table import Closure, Mask, instruction
+from ptx.types import (
+    DTYPES,
+    bytes_of,
+    exact_sum,
+    fma_f32,
+    round_bf16,
+    round_tf32,
+    to_odd,
+    truncate_bf16,
+    widen_bf16,
+)
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+_TINY = np.float32(2.0**-126)
+_HALF = ("f16", "bf16", "f16x2", "bf16x2")
+_ALL = ("f32", "f64", *_HALF)
+
+
+def _type(statement: Instruction) -> str:
+    return statement.mods[-1]
+
+
+def flush(values: Any) -> Any:
+    """Subnormal fp32 numbers as zeros of their sign."""
+    return np.where(np.abs(values) < _TINY, np.copysign(np.float32(0), values), values)
+
+
+def decode(bits: Any, kind: str) -> Any:
+    """A register's value as fp32 (half types) or as it is; packed types get a last axis of two."""
+    if kind in ("f32", "f64"):
+        return bits
+    if kind.endswith("x2"):
+        pairs = np.ascontiguousarray(np.atleast_1d(np.asarray(bits))).view(np.uint16).reshape(-1, 2)
+        return decode(pairs, kind[:-2])
+    if kind == "bf16":
+        return widen_bf16(np.asarray(bits))
+    return np.asarray(bits).view(np.float16).astype(np.float32)
+
+
+def encode(values: Any, kind: str) -> Any:
+    """The register's content for fp32 or fp64 ``values``, rounded once to the type."""
+    if kind in ("f32", "f64"):
+        return np.asarray(values).astype(DTYPES[kind])
+    if kind.endswith("x2"):
+        return (
+            np.ascontiguousarray(encode(values, kind[:-2]))
+            .view(np.uint16)
+            .reshape(-1, 2)
+            .view(np.uint32)[:, 0]
+        )
+    if kind == "bf16":
+        return round_bf16(_narrow(np.asarray(values)))
+    return np.asarray(values).astype(np.float16).view(np.uint16)
+
+
+def _narrow(values: Any) -> Any:
+    """fp64 as fp32 rounded to odd, for a second rounding; fp32 as it is."""
+    if values.dtype == np.float32:
+        return values
+    single = values.astype(np.float32)
+    rest = values - single.astype(np.float64)
+    bits = single.view(np.int32)
+    nudge = (rest != 0) & (bits & 1 == 0) & np.isfinite(single)
+    toward = np.where((rest > 0) == (single > 0), 1, -1).astype(np.int32)
+    return np.where(nudge, bits + toward, bits).astype(np.int32).view(np.float32)
+
+
+def _multiply_add(x: Any, y: Any, z: Any, kind: str) -> Any:
+    """x·y + z in one rounding, before encoding: exact, or rounded to odd in fp64."""
+    if kind == "f32":
+        return fma_f32(x, y, z)
+    if kind == "f64":
+        return _fma_f64(x, y, z)
+    product = np.multiply(x, y, dtype=np.float64)
+    return exact_sum(product, np.broadcast_to(np.asarray(z, np.float64), product.shape))
+
+
+def _fma_f64(x: Any, y: Any, z: Any) -> Any:
+    """Through exact fractions: rare, so slow will do."""
+    from fractions import Fraction
+
+    def one(a: float, b: float, c: float) -> float:
+        if not np.isfinite([a, b, c]).all():
+            return a * b + c
+        return float(Fraction(a) * Fraction(b) + Fraction(c))
+
+    x, y, z = np.broadcast_arrays(np.atleast_1d(x), y, z)
+    return np.array([one(*map(float, triple)) for triple in zip(x, y, z, strict=True)], np.float64)
+
+
+def _largest(x: Any, y: Any, nan: bool) -> Any:
+    return np.maximum(x, y) if nan else np.fmax(x, y)
+
+
+def _smallest(x: Any, y: Any, nan: bool) -> Any:
+    return np.minimum(x, y) if nan else np.fmin(x, y)
+
+
+_ARITHMETIC: dict[str, tuple[int, Callable[..., Any]]] = {
+    "add": (2, np.add),
+    "sub": (2, np.subtract),
+    "mul": (2, np.multiply),
+    "min": (2, np.fmin),
+    "max": (2, np.fmax),
+    "div": (2, np.divide),
+    "neg": (1, np.negative),
+    "abs": (1, np.absolute),
+    "sqrt": (1, np.sqrt),
+}
+_APPROXIMATE: dict[str, Callable[..., Any]] = {
+    "rcp": lambda x: 1 / x,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+}
+
+
+def elementwise(
+    machine: Machine, statement: Instruction, kind: str, operation: Callable[..., Any], count: int
+) -> Closure:
+    """``args[0] = operation(args[1], …)`` on decoded values; in place where numpy has the type."""
+    sources = [machine.source(arg, kind) for arg in statement.args[1 : 1 + count]]
+    ftz = "ftz" in statement.mods
+    saturate = "sat" in statement.mods
+    row = machine.exact_row(statement.args[0], kind)
+    if (
+        kind in ("f32", "f64")
+        and isinstance(operation, np.ufunc)
+        and row is not None
+        and not (ftz or saturate)
+    ):
+        x, y = sources[0], sources[-1]
+        if count == 2:
+
+            def run_two(mask: Mask) -> None:
+                operation(x, y, out=row, where=mask)
+
+            return run_two
+
+        def run_one(mask: Mask) -> None:
+            operation(x, out=row, where=mask)
+
+        return run_one
+    write = machine.target(statement.args[0], kind)
+    relu = "relu" in statement.mods
+
+    def run(mask: Mask) -> None:
+        values = [decode(source, kind) for source in sources]
+        if ftz and kind == "f32":
+            values = [flush(value) for value in values]
+        result = operation(*values)
+        if ftz and kind == "f32":
+            result = flush(result)
+        if saturate:
+            result = np.where(np.isnan(result), 0, np.clip(result, 0, 1))
+        if relu:
+            result = np.fmax(result, 0)
+        write(encode(result, kind), mask)
+
+    return run
+
+
+@instruction(
+    *(
+        f"{op}{mods}.{kind}"
+        for op in ("add", "sub", "mul", "min", "max", "neg", "abs")
+        for kind in _ALL
+        for mods in ("", ".ftz")
+    )
+)
+def plain(machine: Machine, statement: Instruction) -> Closure:
+    return arithmetic(machine, statement)
+
+
+@instruction(
+    *(f"{op}.{rounding}" for op in ("add", "sub", "mul", "div") for rounding in ("rn", "rz", "rm", "rp"))
+)
+@instruction(
+    "div.approx", "div.full", "sqrt", "add.sat", "min.NaN", "max.NaN", "max.ftz.NaN", "min.ftz.NaN", "mul.sat"
+)
+def arithmetic(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    count, operation = _ARITHMETIC[statement.op]
+    if "NaN" in statement.mods:
+        operation = np.maximum if statement.op == "max" else np.minimum
+    if {"rz", "rm", "rp"} & set(statement.mods):
+        if kind != "f32" or statement.op == "sqrt":
+            raise NotImplementedError(statement.opcode)
+        operation = _directed(operation, next(m for m in statement.mods if m in ("rz", "rm", "rp")))
+    return elementwise(machine, statement, kind, operation, count)
+
+
+def _directed(operation: Callable[..., Any], rounding: str) -> Callable[..., Any]:
+    """``operation`` on fp32 rounded in a direction, from its fp64 value (exact for products, near enough else)."""
+
+    def run(*values: Any) -> Any:
+        return round_f32(operation(*(np.asarray(v).astype(np.float64) for v in values)), rounding)
+
+    return run
+
+
+def round_f32(exact: Any, rounding: str) -> Any:
+    """fp64 rounded to fp32 to nearest (rn), toward zero (rz), down (rm) or up (rp)."""
+    nearest = np.asarray(exact).astype(np.float32)
+    if rounding == "rn":
+        return nearest
+    over, under = nearest > exact, nearest < exact
+    down, up = np.nextafter(nearest, np.float32(-np.inf)), np.nextafter(nearest, np.float32(np.inf))
+    if rounding == "rz":
+        over, under = over & (nearest > 0), under & (nearest < 0)
+    elif rounding == "rm":
+        under = np.zeros_like(under)
+    else:
+        over = np.zeros_like(over)
+    return np.where(over, down, np.where(under, up, nearest))
+
+
+@instruction(*_APPROXIMATE)
+def approximate(machine: Machine, statement: Instruction) -> Closure:
+    """Special functions, rounded from fp64: closer than any GPU's approximation."""
+    kind = _type(statement)
+    function = _APPROXIMATE[statement.op]
+
+    def operation(x: Any) -> Any:
+        return function(np.asarray(x, np.float64)) if kind != "f64" else function(x)
+
+    if kind == "f32":
+        return elementwise(machine, statement, kind, lambda x: operation(x).astype(np.float32), 1)
+    return elementwise(machine, statement, kind, operation, 1)
+
+
+@instruction("fma")
+@instruction(*(f"mad{mods}.{kind}" for kind in ("f32", "f64") for mods in (".rn", ".rn.ftz", ".ftz", "")))
+def fused(machine: Machine, statement: Instruction) -> Closure:
+    kind = _type(statement)
+    row = machine.exact_row(statement.args[0], kind)
+    if (
+        kind == "f32"
+        and row is not None
+        and not {"ftz", "sat", "relu", "rz", "rm", "rp"} & set(statement.mods)
+    ):
+        x, y, z = (machine.source(arg, kind) for arg in statement.args[1:4])
+
+        def run(mask: Mask) -> None:
+            np.copyto(row, fma_f32(x, y, z), where=mask)
+
+        return run
+    if {"rz", "rm", "rp"} & set(statement.mods):
+        raise NotImplementedError(statement.opcode)
+    return elementwise(machine, statement, kind, lambda x, y, z: _multiply_add(x, y, z, kind), 3)
+
+
+@instruction("copysign")
+def copy_sign(machine: Machine, statement: Instruction) -> Closure:
+    return elementwise(machine, statement, _type(statement), lambda x, y: np.copysign(y, x), 2)
+
+
+@instruction("testp")
+def test_property(machine: Machine, statement: Instruction) -> Closure:
+    tests: dict[str, Callable[..., Any]] = {
+        "finite": np.isfinite,
+        "infinite": np.isinf,
+        "notanumber": np.isnan,
+        "number": lambda x: ~np.isnan(x),
+        "normal": lambda x: np.isfinite(x) & (np.abs(x) >= np.finfo(x.dtype).tiny),
+        "subnormal": lambda x: (x != 0) & (np.abs(x) < np.finfo(x.dtype).tiny),
+    }
+    test, source = tests[statement.mods[0]], machine.source(statement.args[1], _type(statement))
+    write = machine.target(statement.args[0], "pred")
+
+    def run(mask: Mask) -> None:
+        write(test(source), mask)
+
+    return run
+
+
+def half_comparison(machine: Machine, statement: Instruction) -> Closure:
+    """setp on half types: one predicate, or one of each half."""
+    kind = _type(statement)
+    compare = comparison(statement.mods[0], True)
+    x, y = (machine.source(arg, kind) for arg in statement.args[1:3])
+    if not kind.endswith("x2"):
+        return set_predicates(
+            machine, statement, lambda a, b: compare(decode(a, kind), decode(b, kind)), [x, y]
+        )
+    first, second = statement.args[0].first, statement.args[0].second  # type: ignore[union-attr]
+    writes = machine.target(first, "pred"), machine.target(second, "pred")
+
+    def run(mask: Mask) -> None:
+        result = np.broadcast_to(compare(decode(x, kind), decode(y, kind)), (machine.threads, 2))
+        for place, write in enumerate(writes):
+            write(result[:, place], mask)
+
+    return run
+
+
+# Conversions
+
+_INTEGRAL: dict[str, Callable[..., Any]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+@instruction("cvt")
+def convert(machine: Machine, statement: Instruction) -> Closure:
+    target, source = statement.mods[-2:]
+    mods = set(statement.mods[:-2])
+    if target.endswith("x2"):
+        return _convert_pair(machine, statement, target, source, mods)
+    value, write = machine.source(statement.args[1], source), machine.target(statement.args[0], target)
+    function = _conversion(target, source, mods)
+
+    def run(mask: Mask) -> None:
+        write(function(value), mask)
+
+    return run
+
+
+@instruction("cvt.pack")
+def convert_pack(machine: Machine, statement: Instruction) -> Closure:
+    raise NotImplementedError(statement.opcode)
+
+
+def _is_float(kind: str) -> bool:
+    return "f" in kind
+
+
+def _conversion(target: str, source: str, mods: set[str]) -> Callable[[Any], Any]:
+    """A function from values of ``source`` (as a register view) to what ``target`` holds."""
+    if not _is_float(target) and not _is_float(source):
+        return _integer_to_integer(target, source, "sat" in mods)
+    if not _is_float(target):
+        return _float_to_integer(target, source, mods)
+    if not _is_float(source):
+        rounding = next((m for m in mods if m in ("rz", "rm", "rp")), "rn")
+
+        def from_integer(x: Any) -> Any:
+            x = np.asarray(x)
+            if target == "f32" and rounding != "rn":
+                return round_f32(x.astype(np.float64), rounding)
+            wide = x if target in ("f32", "f64") else x.astype(np.float64)
+            return encode(wide, target)
+
+        return from_integer
+    return _float_to_float(target, source, mods)
+
+
+def _integer_to_integer(target: str, source: str, saturate: bool) -> Callable[[Any], Any]:
+    dtype = DTYPES[target]
+
+    def plain(x: Any) -> Any:
+        if saturate:
+            limits = np.iinfo(dtype)
+            low = max(int(limits.min), int(np.iinfo(x.dtype).min))
+            high = min(int(limits.max), int(np.iinfo(x.dtype).max))
+            x = np.clip(x, x.dtype.type(low), x.dtype.type(high))
+        return x.astype(dtype)
+
+    return plain
+
+
+def _float_to_integer(target: str, source: str, mods: set[str]) -> Callable[[Any], Any]:
+    round_ = _INTEGRAL[next(m for m in mods if m in _INTEGRAL)]
+    limits = np.iinfo(DTYPES[target])
+
+    def run(x: Any) -> Any:
+        values = np.asarray(decode(x, source), np.float64)
+        if "ftz" in mods:
+            values = np.where(np.abs(values) < _TINY, 0, values)
+        whole = round_(np.where(np.isnan(values), 0, values))
+        inside = np.clip(whole, float(limits.min), float(limits.max))
+        # The upper limit of a wide type is no fp64 number: it would wrap.
+        result = np.where(inside >= float(limits.max), 0, inside).astype(DTYPES[target])
+        return np.where(inside >= float(limits.max), limits.max, result).astype(DTYPES[target])
+
+    return run
+
+
+def _float_to_float(target: str, source: str, mods: set[str]) -> Callable[[Any], Any]:
+    round_ = next((_INTEGRAL[m] for m in mods if m in _INTEGRAL), None)
+    toward_zero = "rz" in mods
+
+    def run(x: Any) -> Any:
+        values = np.asarray(decode(x, source))
+        if "ftz" in mods and values.dtype == np.float32:
+            values = flush(values)
+        if round_ is not None:
+            values = round_(values)
+        if "relu" in mods:
+            values = np.fmax(values, 0)
+        if "sat" in mods:
+            values = np.where(np.isnan(values), 0, np.clip(values, 0, 1)).astype(values.dtype)
+        if target == "tf32":
+            return round_tf32(values, "rna" in mods).view(np.uint32)
+        if "satfinite" in mods:
+            values = _finite(values, target)
+        if toward_zero:
+            return _toward_zero(values, target)
+        return encode(values, target)
+
+    return run
+
+
+def _finite(values: Any, target: str) -> Any:
+    largest = {"f16": 65504.0, "bf16": float(np.uint32(0x7F7F0000).view(np.float32))}[target]
+    return np.where(np.isnan(values), values, np.clip(values, -largest, largest)).astype(np.float32)
+
+
+def _toward_zero(values: Any, target: str) -> Any:
+    if target == "bf16":
+        return truncate_bf16(values)
+    if target == "f32":
+        return round_f32(values, "rz")
+    if target == "f16":
+        nearest = values.astype(np.float16)
+        over = np.abs(nearest.astype(np.float64)) > np.abs(values)
+        return (
+            np.where(over, np.nextafter(nearest, np.float16(0)), nearest).astype(np.float16).view(np.uint16)
+        )
+    raise NotImplementedError(f"rounding toward zero to {target}")
+
+
+def _convert_pair(
+    machine: Machine, statement: Instruction, target: str, source: str, mods: set[str]
+) -> Closure:
+    """Two fp32 values into one packed register, the first into the upper half."""
+    if source != "f32" or target not in ("f16x2", "bf16x2"):
+        raise NotImplementedError(statement.opcode)
+    high, low = (machine.source(arg, source) for arg in statement.args[1:3])
+    write = machine.target(statement.args[0], target)
+    function = _conversion(target[:-2], source, mods)
+
+    def run(mask: Mask) -> None:
+        upper = function(np.asarray(high)).view(np.uint16).astype(np.uint32)
+        write(upper << np.uint32(16) | function(np.asarray(low)).view(np.uint16), mask)
+
+    return run
+
+
+__all__ = ["bytes_of", "convert", "decode", "encode", "to_odd"]

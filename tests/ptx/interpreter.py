@@ -1,0 +1,108 @@
+"""Running a compiled kernel's PTX on the CPU."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from dmuon.kernels.gpu.binary import Binary, Launch, TensorMap, pack
+from ptx import alu, bulk, control, copies, data, floats, mbarriers, mma, warp, wgmma
+from ptx.machine import Machine, Shape
+from ptx.memory import Memory
+from ptx.program import Program, parse
+from ptx.report import Report
+from ptx.scheduler import Scheduler
+
+_HANDLERS = (alu, bulk, control, copies, data, floats, mbarriers, mma, warp, wgmma)
+"""Imported for the instructions that they register."""
+
+_WIDTH = 1024
+"""Threads to run at a time when they run in lockstep: wider arrays cost little more."""
+
+
+def run(
+    binary: Binary,
+    launch: Launch,
+    memory: Memory,
+    *,
+    seed: int | None = None,
+    late: bool | None = None,
+    resident: int | None = None,
+    max_steps: int = 20_000_000,
+) -> Report:
+    """Performs ``launch`` on the tensors of ``memory``.
+
+    Args:
+        binary: its ``ptx``, ``threads``, ``shared_bytes``, ``params`` and ``cluster`` are used, not its machine code.
+        launch: as the driver would get it.
+        memory: all that the kernel may touch.
+        seed: of the order of blocks, of the interleaving of warps, and of when asynchronous work happens; with
+            ``None`` blocks run in order, all warps in lockstep, and asynchronous work as late as it may.
+        late: whether asynchronous work happens as late (``True``) or as early (``False``) as it may, whatever the
+            seed.
+        resident: clusters (blocks) that run at a time; kernels whose blocks wait for each other need all of them.
+        max_steps: statements of groups of warps after which a kernel is taken to hang.
+
+    Returns:
+        What was executed and moved.
+
+    Raises:
+        IndexError: an access out of bounds or not aligned, with address and statement.
+        ptx.Deadlock: threads wait for what nobody does.
+        NotImplementedError: a statement that is not understood was reached.
+        RuntimeError: a rule of PTX was broken.
+    """
+    program = parse(binary.ptx)
+    maps = {
+        param.offset: arg
+        for param, arg in zip(binary.params, launch.args, strict=False)
+        if isinstance(arg, TensorMap)
+    }
+    params = pack(binary, launch, lambda tensor_map: bytes(128))
+    if len(program.params) != len(binary.params):
+        raise ValueError(f"the PTX has {len(program.params)} parameters, the binary {len(binary.params)}")
+    offsets = {name: binary.params[index].offset for name, index in program.params.items()}
+    if any(size % part for size, part in zip(launch.grid, binary.cluster, strict=True)):
+        raise ValueError(f"the grid {launch.grid} is no multiple of the cluster {binary.cluster}")
+    rng = None if seed is None else np.random.default_rng(seed)
+    clusters = [
+        (x, y, z)
+        for z in range(launch.grid[2] // binary.cluster[2])
+        for y in range(launch.grid[1] // binary.cluster[1])
+        for x in range(launch.grid[0] // binary.cluster[0])
+    ]
+    if rng is not None:
+        clusters = [clusters[k] for k in rng.permutation(len(clusters))]
+    report = Report()
+    memory.loaded, memory.stored = [0] * len(memory.tensors), [0] * len(memory.tensors)
+    shape = _shape(binary, program, len(clusters), resident, rng is not None)
+    regions = len(memory.regions)
+    with np.errstate(all="ignore"):
+        machine = Machine(
+            program, shape, launch.grid, binary.shared_bytes, memory, params, offsets, maps, rng, late, report
+        )
+        for first in range(0, len(clusters), shape.resident):
+            part = clusters[first : first + shape.resident]
+            machine.start(part)
+            scheduler = Scheduler(machine, max_steps)
+            try:
+                scheduler.run()
+            finally:
+                scheduler.record()
+            report.blocks += len(part) * shape.cluster_blocks
+    # A module's own variables die with the launch.
+    del memory.regions[regions:]
+    report.loaded, report.stored = list(memory.loaded), list(memory.stored)
+    return report
+
+
+def _shape(binary: Binary, program: Program, clusters: int, resident: int | None, random: bool) -> Shape:
+    found = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", binary.ptx)
+    block = tuple(int(side or 1) for side in found.groups()) if found else (binary.threads, 1, 1)
+    if block[0] * block[1] * block[2] != binary.threads:
+        raise ValueError(f"the PTX requires blocks of {block} threads, the binary has {binary.threads}")
+    shape = Shape((block[0], block[1], block[2]), binary.cluster, 1)
+    if resident is None:
+        resident = 1 if random else max(1, _WIDTH // (shape.block_threads * shape.cluster_blocks))
+    return Shape(shape.block, shape.cluster, min(resident, clusters))

@@ -1,0 +1,412 @@
+"""The text of a PTX module as a program: declared variables, registers, labels and decoded statements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ptx.types import bytes_of
+
+
+@dataclass(frozen=True)
+class Register:
+    """A register after scoping: a class of registers of one width, and a row of its file."""
+
+    name: str
+    type: str
+    row: int
+
+
+@dataclass(frozen=True)
+class Special:
+    """A read-only register such as ``%tid.x``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A variable, parameter or label, by name, plus a byte offset."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A literal as written."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Vector:
+    """``{a, b, ...}``."""
+
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``a|b``, two destinations."""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass(frozen=True)
+class Not:
+    """``!p``."""
+
+    predicate: Operand
+
+
+@dataclass(frozen=True)
+class Address:
+    """``[base + offset]``, or ``[base, {coordinates}]`` for tensors."""
+
+    base: Operand
+    offset: int = 0
+    coordinates: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sink:
+    """``_``, a destination that is thrown away."""
+
+
+Operand = Register | Special | Symbol | Immediate | Vector | Pair | Not | Address | Sink
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One statement.
+
+    Args:
+        index: its place in the program.
+        line: of the PTX text, from 1.
+        text: as written, on one line.
+        op: the first part of the opcode, such as ``"cp"``.
+        mods: the other parts, such as ``("async", "cg", "shared", "global")``.
+        args: the operands.
+        guard: the predicate in front, if any.
+        negated: whether it is ``@!``.
+    """
+
+    index: int
+    line: int
+    text: str
+    op: str
+    mods: tuple[str, ...]
+    args: tuple[Operand, ...]
+    guard: Register | None
+    negated: bool
+
+    @property
+    def opcode(self) -> str:
+        return ".".join((self.op, *self.mods))
+
+    @property
+    def where(self) -> str:
+        return f"line {self.line}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A module or function variable: state space, bytes (0 if ``extern`` leaves it open), alignment, contents."""
+
+    name: str
+    space: str
+    size: int
+    align: int
+    data: bytes = b""
+    extern: bool = False
+
+
+@dataclass
+class Program:
+    """A parsed kernel."""
+
+    entry: str
+    params: dict[str, int] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    registers: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    code: list[Instruction] = field(default_factory=list)
+    target: str = ""
+
+    @property
+    def opcodes(self) -> set[str]:
+        return {instruction.opcode for instruction in self.code}
+
+
+_SIZES = {"pred": "pred", 1: "b8", 2: "b16", 4: "b32", 8: "b64", 16: "b128"}
+_DECLARED = re.compile(
+    r"(?P<linkage>(?:\.(?:extern|visible|weak|common)\s+)*)\.(?P<space>shared|global|const|local)\s+"
+    r"(?:\.attribute\([^)]*\)\s+)?(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
+    r"(?P<name>[\w$]+)(?P<dims>(?:\[\d*\])*)\s*(?:=\s*(?P<init>.*))?$",
+    re.DOTALL,
+)
+_STATEMENT = re.compile(
+    r"(?:@(?P<neg>!?)(?P<guard>[\w$%]+)\s+)?(?P<op>[a-z][\w.:]*)(?:\s+(?P<args>.*))?$", re.DOTALL
+)
+_LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*):(?!:)")
+
+
+@lru_cache(maxsize=16)
+def parse(ptx: str) -> Program:
+    """The program of the only kernel in ``ptx``.
+
+    Raises:
+        ValueError: there is not exactly one kernel, or a statement cannot be read; the message has its line.
+    """
+    text = _without_comments(ptx.replace("\0", ""))
+    found = list(re.finditer(r"\.entry\s+([\w$]+)\s*(\((.*?)\))?[^{;]*\{", text, re.DOTALL))
+    if len(found) != 1:
+        raise ValueError(f"expected one kernel in the PTX, found {[m.group(1) for m in found]}")
+    (head,) = found
+    program = Program(head.group(1))
+    target = re.search(r"\.target\s+(\w+)", text)
+    program.target = target.group(1) if target else ""
+    _module_variables(text[: head.start()], program)
+    for index, param in enumerate(
+        re.findall(r"\.param\s[^,]*?([\w$]+)(?:\[\d+\])?\s*(?:,|$)", head.group(3) or "")
+    ):
+        program.params[param] = index
+    _Body(program).read(text, head.end())
+    _link_labels(program)
+    return program
+
+
+def _without_comments(text: str) -> str:
+    """``text`` without comments, on the same lines."""
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group(0).count("\n"), text, flags=re.DOTALL)
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def _module_variables(text: str, program: Program) -> None:
+    for statement in text.split(";"):
+        start = re.search(r"(\.(extern|visible|weak|common)\s+)*\.(shared|global|const)\s", statement)
+        if start:
+            _declare(statement[start.start() :].strip(), program)
+
+
+def _declare(text: str, program: Program, rename: str | None = None) -> None:
+    found = _DECLARED.match(text)
+    if not found:
+        raise ValueError(f"cannot read the declaration {text!r}")
+    unit = bytes_of(found["type"])
+    dims = re.findall(r"\[(\d*)\]", found["dims"])
+    size = unit
+    for dim in dims:
+        size *= int(dim or 0)
+    name = rename or found["name"]
+    align = int(found["align"] or unit)
+    extern = "extern" in found["linkage"] and "" in dims
+    program.variables[name] = Variable(name, found["space"], size, align, _data(found["init"], unit), extern)
+
+
+def _data(init: str | None, unit: int) -> bytes:
+    if not init:
+        return b""
+    values = [v for v in re.split(r"[\s{},]+", init) if v]
+    return b"".join((integer(v) & ((1 << 8 * unit) - 1)).to_bytes(unit, "little") for v in values)
+
+
+def integer(text: str) -> int:
+    """The value of an integer literal."""
+    text = text.rstrip("U")
+    if re.fullmatch(r"-?0[0-7]+", text):
+        return int(text, 8)
+    return int(text, 0)
+
+
+class _Scope(dict[str, str]):
+    """Names declared between braces, as the unique names they stand for."""
+
+
+class _Body:
+    """Reads the statements of a kernel, keeping track of nested scopes and lines."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.types: dict[str, str] = {}
+        self.rows: dict[str, int] = {}
+        self.ranges: dict[str, str] = {}
+        self.scopes: list[_Scope] = [_Scope()]
+        self.fresh = 0
+
+    def read(self, text: str, start: int) -> None:
+        position, line = start, text.count("\n", 0, start) + 1
+        while True:
+            skipped = re.compile(r"\s*").match(text, position)
+            assert skipped
+            line += skipped.group(0).count("\n")
+            position = skipped.end()
+            if text[position] == "{":
+                self._open(text, position)
+                position += 1
+            elif text[position] == "}":
+                self.scopes.pop()
+                position += 1
+                if not self.scopes:
+                    return
+            elif text[position] == ";":
+                position += 1
+            elif label := _LABEL.match(text, position):
+                self.program.labels[self._label(label.group(1))] = len(self.program.code)
+                position = label.end()
+            else:
+                # A line of debug information (.loc, .file) has no semicolon.
+                ends = "\n" if text.startswith((".loc", ".file"), position) else ";"
+                end = text.index(ends, position)
+                statement = text[position:end]
+                self._statement(" ".join(statement.split()), line)
+                line += statement.count("\n")
+                position = end + (ends == ";")
+
+    def _open(self, text: str, position: int) -> None:
+        """A new scope; its labels are known before they are defined, since branches go forward too."""
+        scope = _Scope()
+        depth, end = 0, position
+        for brace in re.compile(r"[{}]").finditer(text, position):
+            depth += 1 if brace.group(0) == "{" else -1
+            if depth == 0:
+                end = brace.start()
+                break
+        for label in re.findall(r"(?:^|[;{}\n])\s*([A-Za-z_$][\w$]*):(?!:)", text[position:end]):
+            if not label.startswith("$L__"):
+                self.fresh += 1
+                scope.setdefault(label, f"{label}@{self.fresh}")
+        self.scopes.append(scope)
+
+    def _label(self, name: str) -> str:
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
+
+    def _statement(self, text: str, line: int) -> None:
+        if text.startswith(".reg"):
+            self._registers(text)
+        elif text.startswith((".shared", ".local", ".const", ".global")):
+            self._variable(text)
+        elif text.startswith(".branchtargets") or text.startswith(
+            (".pragma", ".loc", ".file", ".callprototype")
+        ):
+            if text.startswith(".branchtargets"):
+                label = max(self.program.labels, key=lambda name: self.program.labels[name])
+                self.program.tables[label] = tuple(self._label(t) for t in re.findall(r"[\w$]+", text)[1:])
+        else:
+            self._instruction(text, line)
+
+    def _registers(self, text: str) -> None:
+        found = re.match(r"\.reg\s+(?:\.v\d\s+)?\.(\w+)\s+(.*)$", text)
+        assert found, text
+        kind = "pred" if found.group(1) == "pred" else _SIZES[bytes_of(found.group(1))]
+        for name in re.split(r"\s*,\s*", found.group(2)):
+            many = re.match(r"([\w$%]+)<(\d+)>", name)
+            if many:
+                # A range may be declared in a scope that is opened twice: its names then share rows, which is
+                # harmless since scopes never run interleaved within a thread.
+                for k in range(int(many.group(2))):
+                    self._register(f"{many.group(1)}{k}", kind)
+            else:
+                self._register(name, kind)
+
+    def _register(self, name: str, kind: str) -> None:
+        unique = name
+        if len(self.scopes) > 1:
+            self.fresh += 1
+            unique = f"{name}@{self.fresh}"
+        self.scopes[-1][name] = unique
+        self.types[unique] = kind
+        self.rows[unique] = self.program.registers.get(kind, 0)
+        self.program.registers[kind] = self.rows[unique] + 1
+
+    def _variable(self, text: str) -> None:
+        found = _DECLARED.match(text)
+        assert found, text
+        self.fresh += len(self.scopes) > 1
+        name = found["name"] if len(self.scopes) == 1 else f"{found['name']}@{self.fresh}"
+        self.scopes[-1][found["name"]] = name
+        _declare(text, self.program, name)
+
+    def _instruction(self, text: str, line: int) -> None:
+        found = _STATEMENT.match(text)
+        if not found:
+            raise ValueError(f"line {line}: cannot read {text!r}")
+        op, *mods = found["op"].split(".")
+        # "shared::cta" and the like stay one part.
+        args = tuple(self._operand(arg) for arg in _split(found["args"] or ""))
+        guard = self._operand(found["guard"]) if found["guard"] else None
+        assert guard is None or isinstance(guard, Register), text
+        index = len(self.program.code)
+        self.program.code.append(
+            Instruction(index, line, text, op, tuple(mods), args, guard, found["neg"] == "!")
+        )
+
+    def _operand(self, text: str) -> Operand:
+        if text.startswith("{"):
+            return Vector(tuple(self._operand(item) for item in _split(text[1:-1])))
+        if text.startswith("["):
+            return self._address(text[1:-1].strip())
+        if "|" in text:
+            first, second = text.split("|")
+            return Pair(self._operand(first.strip()), self._operand(second.strip()))
+        if text.startswith("!"):
+            return Not(self._operand(text[1:].strip()))
+        if text == "_":
+            return Sink()
+        for scope in reversed(self.scopes):
+            if text in scope:
+                unique = scope[text]
+                if unique in self.types:
+                    return Register(unique, self.types[unique], self.rows[unique])
+                return Symbol(unique)
+        if text.startswith("%"):
+            return Special(text)
+        if re.match(r"-?\d", text):
+            return Immediate(text)
+        symbol = re.match(r"([A-Za-z_$][\w$]*)(?:\s*\+\s*(-?\w+))?$", text)
+        if not symbol:
+            raise ValueError(f"cannot read the operand {text!r}")
+        return Symbol(symbol.group(1), integer(symbol.group(2) or "0"))
+
+    def _address(self, text: str) -> Address:
+        parts = _split(text)
+        base = re.match(r"([\w$%.]+)(?:\s*([+-])\s*(-?\w+))?$", parts[0])
+        if not base:
+            raise ValueError(f"cannot read the address {text!r}")
+        offset = integer(base.group(3) or "0") * (-1 if base.group(2) == "-" else 1)
+        coordinates = self._operand(parts[1]) if len(parts) > 1 else Vector(())
+        items = coordinates.items if isinstance(coordinates, Vector) else (coordinates,)
+        return Address(self._operand(base.group(1)), offset, items)
+
+
+def _split(text: str) -> list[str]:
+    """``text`` at its commas that are not within brackets."""
+    return list(_pieces(text))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    depth, start = 0, 0
+    for place, char in enumerate(text):
+        depth += (char in "{[(") - (char in "}])")
+        if char == "," and depth == 0:
+            yield text[start:place].strip()
+            start = place + 1
+    if text[start:].strip():
+        yield text[start:].strip()
+
+
+def _link_labels(program: Program) -> None:
+    missing = {
+        arg.name
+        for instruction in program.code
+        if instruction.op == "bra"
+        for arg in instruction.args
+        if isinstance(arg, Symbol) and arg.name not in program.labels
+    }
+    if missing:
+        raise ValueError(f"branches to labels that are nowhere: {sorted(missing)}")

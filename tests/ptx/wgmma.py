@@ -1,0 +1,253 @@
+"""wgmma: matrix instructions of a warpgroup that run until they are waited for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx.bulk import swizzled
+from ptx.memory import Shared
+from ptx.mma import decode_pairs, registers_of
+from ptx.program import Immediate, Instruction, Register, Vector, integer
+from ptx.table import Closure, Mask, instruction
+from ptx.warp import collective
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+_GROUP = 128
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """How a matrix lies in shared memory: (rows, k) elements of ``item`` bytes; rows are M or N."""
+
+    rows: int
+    k: int
+    item: int
+    by_k: bool
+
+    def chunks(self, descriptor: int) -> Any:
+        """Offsets of the 16-byte chunks: (rows, chunks of k), or (k, chunks of rows) if rows are contiguous.
+
+        In units of 16 bytes, from CUTLASS's canonical layouts; a swizzle of 16·w bytes makes lines of w chunks:
+        by k ((8, rows/8), 2) : ((w, stride), 1), and by rows ((w, n), (8, k/8)) : ((1, leading), (w, stride)).
+        Without swizzle, leading and stride change places.
+        """
+        start = (descriptor & 0x3FFF) << 4
+        leading, stride = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+        swizzle = (0, 128, 64, 32)[descriptor >> 62]
+        if descriptor >> 49 & 7:
+            raise NotImplementedError("a wgmma descriptor with a base offset")
+        width = max(swizzle // 16, 1)
+        per_chunk = 16 // self.item
+        if self.by_k:
+            row, chunk = np.arange(self.rows)[:, None], np.arange(self.k // per_chunk)
+            along = 16 if swizzle else leading
+            offsets = row % 8 * 16 * width + row // 8 * stride + chunk * along
+        else:
+            line, chunk = np.arange(self.k)[:, None], np.arange(self.rows // per_chunk)
+            far, deep = (leading, stride) if swizzle else (stride, leading)
+            offsets = line % 8 * 16 * width + line // 8 * deep + chunk % width * 16 + chunk // width * far
+        return swizzled(start + offsets, swizzle)
+
+
+@dataclass
+class _Multiply:
+    """One wgmma.mma_async in flight."""
+
+    a: Any
+    b: Any
+    scale_d: bool
+    negate: int
+    accumulators: tuple[int, ...]
+
+
+class Tensor:
+    """The tensor cores: what each warpgroup has in flight, oldest group first."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.reset()
+
+    def reset(self) -> None:
+        self.groups: dict[int, list[list[_Multiply]]] = {}
+
+    def of(self, warpgroup: int) -> list[list[_Multiply]]:
+        return self.groups.setdefault(warpgroup, [[]])
+
+    def run(self, warpgroup: int, group: list[_Multiply], kind: str) -> None:
+        """Performs a group's multiplications in order."""
+        file = self.machine.files["b32"]
+        part = slice(warpgroup * _GROUP, (warpgroup + 1) * _GROUP)
+        held: tuple[int, ...] = ()
+        total: Any = None
+        for work in group:
+            if work.accumulators != held:
+                if held:
+                    _put(file, held, part, total)
+                held = work.accumulators
+                total = _take(file, held, part)
+            product = work.a() @ work.b().T
+            if work.negate < 0:
+                product = -product
+            total = total + product if work.scale_d else product
+        if held:
+            _put(file, held, part, total)
+
+    def advance(self, rng: Any) -> bool:
+        return False
+
+    def finish(self) -> None:
+        for warpgroup, groups in self.groups.items():
+            if any(groups):
+                raise RuntimeError(f"warpgroup {warpgroup} exits with wgmma that it never waited for")
+
+
+def _take(file: Any, registers: tuple[int, ...], part: slice) -> Any:
+    """Accumulators as a (64, N) matrix: lane 4g + t of warp w has rows 16w + g and + 8, columns 8j + 2t and + 1."""
+    values = file[list(registers), part].view(np.float32)
+    columns = len(registers) // 4
+    x = values.reshape(columns, 2, 2, 4, 8, 4)
+    # register = (column group, row half, column of a pair); thread = (warp, row, pair)
+    return x.transpose(3, 1, 4, 0, 5, 2).reshape(64, 8 * columns)
+
+
+def _put(file: Any, registers: tuple[int, ...], part: slice, matrix: Any) -> None:
+    columns = len(registers) // 4
+    x = matrix.astype(np.float32).reshape(4, 2, 8, columns, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    file[list(registers), part] = np.ascontiguousarray(x).reshape(len(registers), _GROUP).view(np.uint32)
+
+
+def _values(chunks: Any, kind: str) -> Any:
+    """16-byte chunks (lines, chunks) as fp32 (lines, elements)."""
+    bits = np.ascontiguousarray(chunks).view(np.uint32)
+    values = decode_pairs(bits, kind)
+    return values.reshape(bits.shape[0], -1)
+
+
+def _reader(machine: Machine, block: int, operand: _Operand, descriptor: int, kind: str) -> Any:
+    """A function that reads a matrix (rows, k) when it runs."""
+
+    def read() -> Any:
+        offsets = operand.chunks(descriptor)
+        places = machine.shared.places(offsets.ravel(), 16, "wgmma").reshape(offsets.shape)
+        machine.proxies.check(block, places * 16, 16, "wgmma")
+        values = _values(machine.shared.views[16][block, places], kind)
+        return values if operand.by_k else values.T
+
+    return read
+
+
+@instruction("wgmma.mma_async")
+def multiply(machine: Machine, statement: Instruction) -> Closure:
+    shape = next(mod for mod in statement.mods if mod.startswith("m64"))
+    found = re.fullmatch(r"m64n(\d+)k(\d+)", shape)
+    d_kind, a_kind, b_kind = statement.mods[-3:]
+    item = {"bf16": 2, "f16": 2, "tf32": 4}.get(a_kind)
+    if found is None or d_kind != "f32" or a_kind != b_kind or item is None:
+        raise NotImplementedError(statement.opcode)
+    n, k = int(found.group(1)), int(found.group(2))
+    tensor: Tensor = machine.unit(Tensor)
+    file = machine.files["b32"]
+    accumulators = tuple(registers_of(machine, statement.args[0]))
+    assert len(accumulators) == n // 2, statement.text
+    a_arg, b_arg, scale_arg, *immediates = statement.args[1:]
+    flags = [integer(arg.text) for arg in immediates if isinstance(arg, Immediate)]
+    scale_a, scale_b = (flags + [1, 1])[:2]
+    transposed = flags[2:]
+    from_registers = isinstance(a_arg, Vector)
+    a_registers = registers_of(machine, a_arg) if from_registers else []
+    a_transposed = bool(transposed[0]) if transposed and not from_registers else False
+    b_transposed = bool(transposed[-1]) if transposed else False
+    a_descriptor = None if from_registers else machine.source(a_arg, "u64")
+    b_descriptor = machine.source(b_arg, "u64")
+    scale_d = machine.predicate(scale_arg) if isinstance(scale_arg, (Register, Immediate)) else None
+    if scale_d is None:
+        raise NotImplementedError(statement.opcode)
+    a_operand, b_operand = _Operand(64, k, item, not a_transposed), _Operand(n, k, item, not b_transposed)
+    opcode, flops = statement.opcode, 2 * 64 * n * k
+
+    def registers_reader(part: slice) -> Any:
+        """A from registers, as mma.sync lays it out: 16 rows for each warp."""
+        from ptx.mma import Fragments
+
+        fragments = Fragments(f"m16n8k{k}", a_kind)
+
+        def read() -> Any:
+            values = file[a_registers, part].reshape(len(a_registers), 4, 32)
+            return fragments.a(values).reshape(64, k)
+
+        return read
+
+    def body(mask: Mask) -> None:
+        here = (
+            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+        )
+        for warpgroup in here.tolist():
+            first = warpgroup * _GROUP
+            block = int(machine.block[first])
+            one = np.broadcast_to(b_descriptor, (machine.threads,))[first]
+            b = _reader(machine, block, b_operand, int(one), b_kind)
+            if from_registers:
+                a = registers_reader(slice(first, first + _GROUP))
+            else:
+                a = _reader(
+                    machine,
+                    block,
+                    a_operand,
+                    int(np.broadcast_to(a_descriptor, (machine.threads,))[first]),
+                    a_kind,
+                )
+            scale = bool(np.broadcast_to(scale_d(), (machine.threads,))[first])
+            work = _Multiply(a, b, scale, scale_a * scale_b, accumulators)
+            groups = tensor.of(warpgroup)
+            if machine.postponed() or any(groups):
+                # In order: what is issued later never runs before.
+                groups[-1].append(work)
+            else:
+                tensor.run(warpgroup, [work], a_kind)
+            machine.report.mma[opcode] += 1
+            machine.report.flops += flops
+
+    return collective(machine, statement, None, body, _GROUP)
+
+
+@instruction("wgmma.commit_group")
+def commit(machine: Machine, statement: Instruction) -> Closure:
+    tensor: Tensor = machine.unit(Tensor)
+
+    def body(mask: Mask) -> None:
+        here = (
+            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+        )
+        for warpgroup in here.tolist():
+            tensor.of(warpgroup).append([])
+
+    return collective(machine, statement, None, body, _GROUP)
+
+
+@instruction("wgmma.wait_group")
+def wait(machine: Machine, statement: Instruction) -> Closure:
+    tensor: Tensor = machine.unit(Tensor)
+    if isinstance(statement.args[-1], Immediate):
+        left = integer(statement.args[-1].text)
+    else:
+        raise NotImplementedError(statement.opcode)
+
+    def body(mask: Mask) -> None:
+        here = (
+            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+        )
+        for warpgroup in here.tolist():
+            groups = tensor.of(warpgroup)
+            while len(groups) - 1 > left:
+                tensor.run(warpgroup, groups.pop(0), "f32")
+
+    return collective(machine, statement, None, body, _GROUP)
+
+
+__all__ = ["Shared", "Tensor"]
