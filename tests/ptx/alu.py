@@ -23,7 +23,7 @@ def compute(
     count: int = 2,
     result: str = "",
 ) -> Closure:
-    """``args[0] = operation(args[1], …)`` with operands of one type, and a result of the type ``result`` or the same."""
+    """``args[0] = operation(args[1], …)`` on operands of one type; the result's may differ."""
     sources = [machine.source(arg, type_name) for arg in statement.args[1 : 1 + count]]
     target, result = statement.args[0], result or type_name
     row = machine.exact_row(target, result)

@@ -132,7 +132,7 @@ def atomic(machine: Machine, statement: Instruction) -> Closure:
     def run(mask: Mask) -> None:
         lanes = np.arange(machine.threads) if mask is True else mask.nonzero()[0]
         order = lanes if machine.rng is None else machine.rng.permutation(lanes)
-        places = address(slice(None) if mask is True else slice(None))
+        places = address(slice(None))
         inputs = [[np.broadcast_to(s, (machine.threads,)) for s in sources] for sources in operands]
         old = np.zeros((count, machine.threads), DTYPES[kind])
         for lane in order.tolist():

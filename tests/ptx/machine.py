@@ -164,7 +164,7 @@ class Machine:
 
     def _special_registers(self) -> dict[str, Array]:
         shape = self.shape
-        x, y, z = shape.block
+        x, y, _ = shape.block
         thread = np.arange(self.threads, dtype=np.uint32) % self.block_width
         values: dict[str, Any] = {
             "%tid.x": thread % x,
@@ -385,7 +385,7 @@ class Machine:
             return np.frombuffer(self.params, np.uint8)[
                 (addresses & _OFFSET)[:, None] + np.arange(size)
             ].view(UNSIGNED[size])[:, 0]
-        return self._by_window(addresses, lanes, lambda s, a, l, part: self.load(s, a, l, size, what))
+        return self._by_window(addresses, lanes, lambda s, a, k, part: self.load(s, a, k, size, what))
 
     def store(
         self, space: str, addresses: NDArray[np.int64], lanes: Any, values: Array, size: int, what: str
@@ -402,7 +402,7 @@ class Machine:
             self.local.views[size][np.arange(self.threads)[lanes], places] = values
         elif space == "generic":
             self._by_window(
-                addresses, lanes, lambda s, a, l, part: self.store(s, a, l, values[part], size, what)
+                addresses, lanes, lambda s, a, k, part: self.store(s, a, k, values[part], size, what)
             )
         else:
             raise NotImplementedError(f"stores to {space}")

@@ -151,7 +151,8 @@ _DECLARED = re.compile(
     re.DOTALL,
 )
 _STATEMENT = re.compile(
-    r"(?:@(?P<neg>!?)(?P<guard>[\w$%]+)\s+)?(?P<op>[a-z][\w.:]*)(?:\s+(?P<args>.*))?$", re.DOTALL
+    r"(?:@(?P<neg>!?)(?P<guard>[\w$%]+)\s+)?(?P<op>[a-z][\w.:]*(?:\s+\.[\w.:]+)*)(?:\s+(?P<args>.*))?$",
+    re.DOTALL,
 )
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*):(?!:)")
 
@@ -291,13 +292,10 @@ class _Body:
             self._registers(text)
         elif text.startswith((".shared", ".local", ".const", ".global")):
             self._variable(text)
-        elif text.startswith(".branchtargets") or text.startswith(
-            (".pragma", ".loc", ".file", ".callprototype")
-        ):
-            if text.startswith(".branchtargets"):
-                label = max(self.program.labels, key=lambda name: self.program.labels[name])
-                self.program.tables[label] = tuple(self._label(t) for t in re.findall(r"[\w$]+", text)[1:])
-        else:
+        elif text.startswith(".branchtargets"):
+            label = list(self.program.labels)[-1]
+            self.program.tables[label] = tuple(self._label(t) for t in re.findall(r"[\w$]+", text)[1:])
+        elif not text.startswith((".pragma", ".loc", ".file", ".callprototype")):
             self._instruction(text, line)
 
     def _registers(self, text: str) -> None:
@@ -336,8 +334,8 @@ class _Body:
         found = _STATEMENT.match(text)
         if not found:
             raise ValueError(f"line {line}: cannot read {text!r}")
-        op, *mods = found["op"].split(".")
-        # "shared::cta" and the like stay one part.
+        # Compilers may put spaces before a part of the opcode.
+        op, *mods = re.sub(r"\s", "", found["op"]).split(".")
         args = tuple(self._operand(arg) for arg in _split(found["args"] or ""))
         guard = self._operand(found["guard"]) if found["guard"] else None
         assert guard is None or isinstance(guard, Register), text

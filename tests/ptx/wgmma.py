@@ -157,7 +157,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
     assert len(accumulators) == n // 2, statement.text
     a_arg, b_arg, scale_arg, *immediates = statement.args[1:]
     flags = [integer(arg.text) for arg in immediates if isinstance(arg, Immediate)]
-    scale_a, scale_b = (flags + [1, 1])[:2]
+    scale_a, scale_b = (*flags, 1, 1)[:2]
     transposed = flags[2:]
     from_registers = isinstance(a_arg, Vector)
     a_registers = registers_of(machine, a_arg) if from_registers else []
