@@ -1,0 +1,81 @@
+"""A stand-in for kernels whose compiler does as it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dmuon.kernels.gpu
+from dmuon.kernels.gpu import load, pool, sources
+from dmuon.kernels.gpu.binary import KernelSpec
+
+PTX = """.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry fake(.param .u64 x, .param .u32 n)
+.reqntid 128, 1, 1
+{
+    ret;
+}
+"""
+
+_SOURCE = f'''
+import os, sys, time
+from pathlib import Path
+from dmuon.kernels.gpu.binary import Binary, Unsupported
+from dmuon.kernels.gpu.ptx_text import entry_of, params_of, threads_of
+
+PTX = """{PTX}"""
+
+def build(spec):
+    does, log = spec.options.get("does", "well"), spec.options.get("log")
+    if log:
+        with open(log, "a") as file:
+            file.write(f"{{os.getpid()}}\\n")
+    print("a compiler talks")
+    os.write(1, b"a library too")
+    if does == "raise":
+        raise RuntimeError("no such intrinsic")
+    if does == "unsupported":
+        raise Unsupported("needs a compiler that is not here")
+    if does == "abort":
+        sys.stderr.write("LLVM ERROR: cannot select\\n")
+        sys.stderr.flush()
+        os.abort()
+    if does == "exit":
+        os._exit(3)
+    if does == "garbage":
+        for number in range(3, 20):
+            try:
+                os.write(number, b"garbage" * 100)
+            except OSError:
+                pass
+    if does == "hang":
+        time.sleep(600)
+    time.sleep(spec.options.get("seconds", 0))
+    extra = {{"pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}}
+    return Binary(spec, entry_of(PTX), threads_of(PTX), 4096, params_of(PTX), PTX, b"cubin", (2, 1, 1), extra)
+'''
+
+
+def fake(does: str = "well", dsl: str = "triton", arch: str = "sm_90a", **options: Any) -> KernelSpec:
+    """A spec whose build succeeds, or does what ``does`` says; equal options are an equal spec."""
+    return KernelSpec(dsl, "fake_kernel", arch, {"does": does, **options})
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make :func:`fake` specs buildable, here and in compiler processes; the cache is ``tmp_path / "cache"``."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    (folder / "fake_kernel.py").write_text(_SOURCE)
+    monkeypatch.setattr(dmuon.kernels.gpu, "__path__", [*dmuon.kernels.gpu.__path__, str(folder)])
+    start = f"import dmuon.kernels.gpu; dmuon.kernels.gpu.__path__.append({str(folder)!r}); {pool._START}"
+    monkeypatch.setattr(pool, "_START", start)
+    monkeypatch.setenv("DMUON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("DMUON_COMPILE", raising=False)
+    monkeypatch.setattr(load, "_known", {})
+    sources.source_digest.cache_clear()
+    return folder / "fake_kernel.py"
