@@ -35,6 +35,7 @@ class Plan:
         tile: rows and columns of a tile.
         bk: depth of one stage.
         stages: of operands in shared memory.
+        cluster: blocks that share what they load where their tiles are of one column: 1 or 2.
     """
 
     dtype: str
@@ -44,6 +45,7 @@ class Plan:
     tile: int
     bk: int
     stages: int
+    cluster: int
 
     @property
     def ping_pong(self) -> bool:
@@ -110,7 +112,7 @@ class Plan:
 class SymmetricSm90:
     """The :class:`~dmuon.kernels.gpu.family.ProductFamily` of this kernel.
 
-    A config has ``arrangement``, ``tile``, ``bk`` and ``stages``, as :class:`Plan` explains them.
+    A config has ``arrangement``, ``tile``, ``bk``, ``stages`` and ``cluster``, as :class:`Plan` explains them.
     """
 
     sources = tuple(
@@ -130,13 +132,18 @@ class SymmetricSm90:
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         if op not in _OPS:
             raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
-        fields = ("arrangement", "tile", "bk", "stages")
+        fields = ("arrangement", "tile", "bk", "stages", "cluster")
         if set(config) != set(fields):
             raise ValueError(f"config must have the fields {', '.join(fields)}, got {sorted(config)}")
         tiles = {"cooperative": (128, 192), "ping-pong": (64, 128)}
         if config["arrangement"] not in tiles:
             raise ValueError(f"arrangement must be one of {', '.join(tiles)}, got {config['arrangement']!r}")
-        allowed = {"tile": tiles[config["arrangement"]], "bk": (64, 128), "stages": range(2, 17)}
+        allowed = {
+            "tile": tiles[config["arrangement"]],
+            "bk": (64, 128),
+            "stages": range(2, 17),
+            "cluster": (1, 2),
+        }
         for name, values in allowed.items():
             if config[name] not in values:
                 of = f" of {config['arrangement']} warpgroups" if name == "tile" else ""
@@ -164,6 +171,8 @@ class SymmetricSm90:
                 if complaint:
                     raise Unsupported(f"{name} {complaint}")
         plan = Plan(call.A.dtype, call.out.dtype, column_major, **config)
+        if plan.cluster == 2 and plan.column_major and plan.tile % 128:
+            raise Unsupported(f"clusters of 2 cannot halve tiles of {plan.tile} columns of a column-major X")
         if plan.shared_bytes > arch.shared_bytes:
             raise Unsupported(
                 f"{dict(config)} with a result in {call.out.dtype} needs {plan.shared_bytes} bytes of shared "
@@ -183,13 +192,15 @@ class SymmetricSm90:
         C = call.C if call.beta != 0 else None
         ints = (-(-call.A.columns // plan.bk), rows, each, tiles, _BAND, int(C is not None))
         args = (
-            *(_operand_map(matrices, call.op, plan) for matrices in (call.A, call.B or call.A)),
+            _operand_map(call.A, call.op, plan, plan.tile),
+            _operand_map(call.B or call.A, call.op, plan, plan.tile // plan.cluster),
             _block_map(C or call.out),
             _block_map(call.out),
             *(i32(value) for value in ints),
             *(f32(value) for value in (call.alpha, call.beta, call.diag)),
         )
-        return Launch((min(tiles, multiprocessors), 1, 1), args)
+        clusters = min(-(-tiles // plan.cluster), max(multiprocessors // plan.cluster, 1))
+        return Launch((clusters * plan.cluster, 1, 1), args)
 
 
 SYMMETRIC_SM90 = SymmetricSm90()
@@ -197,15 +208,18 @@ SYMMETRIC_SM90 = SymmetricSm90()
 _OPS = ("gram", "symmetric_product")
 
 _CONFIGS: tuple[dict[str, Any], ...] = tuple(
-    {"arrangement": arrangement, "tile": tile, "bk": bk, "stages": stages}
-    for arrangement, tile, bk, stages in (
-        ("cooperative", 192, 64, 3),
-        ("cooperative", 128, 64, 5),
-        ("cooperative", 128, 64, 4),
-        ("ping-pong", 128, 64, 5),
-        ("ping-pong", 128, 64, 4),
-        ("ping-pong", 64, 128, 4),
-        ("ping-pong", 64, 64, 8),
+    {"arrangement": arrangement, "tile": tile, "bk": bk, "stages": stages, "cluster": cluster}
+    for arrangement, tile, bk, stages, cluster in (
+        ("cooperative", 192, 64, 3, 1),
+        ("cooperative", 192, 64, 3, 2),
+        ("cooperative", 128, 64, 5, 1),
+        ("cooperative", 128, 64, 4, 1),
+        ("cooperative", 128, 64, 4, 2),
+        ("ping-pong", 128, 64, 5, 1),
+        ("ping-pong", 128, 64, 4, 1),
+        ("ping-pong", 128, 64, 4, 2),
+        ("ping-pong", 64, 128, 4, 1),
+        ("ping-pong", 64, 64, 8, 1),
     )
 )
 
@@ -248,13 +262,11 @@ def _map(matrices: Matrices, by_columns: bool, box: tuple[int, int], swizzle: in
     return TensorMap(matrices.address, matrices.dtype, shape, (line_bytes, batch_bytes), (*box, 1), swizzle)
 
 
-def _operand_map(matrices: Matrices, op: str, plan: Plan) -> TensorMap:
+def _operand_map(matrices: Matrices, op: str, plan: Plan, rows: int) -> TensorMap:
     """Boxes as wide as the swizzle, which is all that one copy can fill in shared memory."""
     if plan.column_major:
         return _map(matrices, True, (64, plan.bk), 128)
-    width = min(plan.bk, 64)
-    by_columns = op == "symmetric_product" and _by_columns(matrices)
-    return _map(matrices, by_columns, (width, plan.tile), 2 * width)
+    return _map(matrices, op == "symmetric_product" and _by_columns(matrices), (64, rows), 128)
 
 
 def _block_map(matrices: Matrices) -> TensorMap:

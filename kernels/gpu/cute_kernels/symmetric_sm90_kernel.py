@@ -16,11 +16,12 @@ tile rows of a band, whether there is a C; f32 alpha, beta, diag.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -40,7 +41,8 @@ STAGED, TURN = 1, 4
 def build(spec: KernelSpec) -> Binary:
     """Compile the kernel that ``spec`` asks for."""
     plan = Plan(**spec.options)
-    return compile_cute(spec, SymmetricSm90(plan), fake_arguments(plan), shared_bytes=plan.shared_bytes)
+    binary = compile_cute(spec, SymmetricSm90(plan), fake_arguments(plan), shared_bytes=plan.shared_bytes)
+    return replace(binary, cluster=(plan.cluster, 1, 1))
 
 
 def fake_arguments(plan: Plan) -> tuple[Any, ...]:
@@ -73,17 +75,29 @@ class SymmetricSm90:
         stage = cute.slice_(self.operand_layout(), (None, None, 0))
         block = cute.slice_(self.block_layout(1), (None, None, 0))
         load_a, _ = cpasync.make_tiled_tma_atom(load, A, stage, (tile, bk))
-        load_b, _ = cpasync.make_tiled_tma_atom(load, B, stage, (tile, bk))
+        if const_expr(self.plan.cluster == 1):
+            load_b, _ = cpasync.make_tiled_tma_atom(load, B, stage, (tile, bk))
+        else:
+            multicast, half = (
+                cpasync.CopyBulkTensorTileG2SMulticastOp(),
+                cute.slice_(self.operand_layout(2), (None, None, 0)),
+            )
+            load_b, _ = cpasync.make_tiled_tma_atom(multicast, B, half, (tile // 2, bk))
         load_c, _ = cpasync.make_tiled_tma_atom(load, C, block, (BLOCK, BLOCK))
         store_d, _ = cpasync.make_tiled_tma_atom(store, D, block, (BLOCK, BLOCK))
         self.kernel(load_a, load_b, load_c, store_d, *ints, *floats).launch(
-            grid=[1, 1, 1], block=[self.plan.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[self.plan.cluster, 1, 1],
+            block=[self.plan.threads, 1, 1],
+            cluster=[self.plan.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
-    def operand_layout(self) -> cute.ComposedLayout:
-        """(tile, bk, stages) of an operand in shared memory, as wgmma reads it."""
+    def operand_layout(self, parts: int = 1) -> cute.ComposedLayout:
+        """(tile / parts, bk, stages) of an operand in shared memory, as wgmma reads it."""
         major = LayoutEnum.COL_MAJOR if self.plan.column_major else LayoutEnum.ROW_MAJOR
-        shape = (self.plan.tile, self.plan.tile, self.plan.bk)
+        rows = self.plan.tile // parts
+        shape = (rows, rows, self.plan.bk)
         return hopper_helpers.make_smem_layout_a(major, shape, self.dtype, self.plan.stages)
 
     def block_layout(self, count: int) -> cute.ComposedLayout:
@@ -131,12 +145,16 @@ class SymmetricSm90:
             with cute.arch.elect_one():
                 for s in range_constexpr(plan.stages):
                     cute.arch.mbarrier_init(full + s, 1)
-                    cute.arch.mbarrier_init(empty + s, 4 * plan.groups_on_tile)
+                    cute.arch.mbarrier_init(empty + s, plan.cluster * 4 * plan.groups_on_tile)
                 for s in range_constexpr(self.c_slots * plan.consumers):
                     cute.arch.mbarrier_init(c_full + s, 1)
                     cute.arch.mbarrier_init(c_empty + s, 4)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(plan.cluster == 1):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
 
         schedule = (tile_rows, tiles_each, band)
         group = warp_index // 4
@@ -152,6 +170,10 @@ class SymmetricSm90:
             bars = (full, empty, c_full, c_empty)
             scalars = (alpha, beta, diag)
             self.consume(store_d, sA, sB, sC, sD, bars, group, steps, tiles, schedule, has_c, scalars)
+        if const_expr(plan.cluster > 1):
+            # The other block may still send to this one's shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def load_operands(self, load_a, load_b, sA, sB, full, empty, steps, tiles, schedule):
@@ -159,18 +181,48 @@ class SymmetricSm90:
         plan = self.plan
         stage, phase = Int32(0), Int32(1)
         tile = Int32(cute.arch.block_idx()[0])
-        while tile < tiles:
+        while self.first_of_cluster(tile) < tiles:
             i, j, matrix = tile_at(tile, *schedule)
-            into_a, from_a = self.partition_operand(load_a, sA, i, matrix)
-            into_b, from_b = self.partition_operand(load_b, sB, j, matrix)
+            into_a, from_a = self.partition_operand(load_a, sA, matrix, 1)
+            into_b, from_b = self.partition_operand(load_b, sB, matrix, plan.cluster)
+            shared = self.shares_column(tile, tiles, schedule)
             for k in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, plan.stage_bytes)
-                cute.copy(load_a, from_a[None, k], into_a[None, stage], tma_bar_ptr=full + stage)
-                cute.copy(load_b, from_b[None, k], into_b[None, stage], tma_bar_ptr=full + stage)
+                if tile < tiles:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, plan.stage_bytes)
+                    cute.copy(load_a, from_a[None, i, k], into_a[None, 0, 0, stage], tma_bar_ptr=full + stage)
+                    if const_expr(plan.cluster == 1):
+                        cute.copy(
+                            load_b, from_b[None, j, k], into_b[None, 0, 0, stage], tma_bar_ptr=full + stage
+                        )
+                    else:
+                        for half in range_constexpr(2):
+                            rank = tile % 2
+                            if not shared or rank == half:
+                                cute.copy(
+                                    load_b,
+                                    from_b[None, 2 * j + half, k],
+                                    into_b[None, half, 0, stage],
+                                    tma_bar_ptr=full + stage,
+                                    mcast_mask=Int16(3 if shared else 1 << rank),
+                                )
+                else:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(full + stage)
                 stage, phase = step(stage, phase, plan.stages)
             tile += cute.arch.grid_dim()[0]
+
+    def first_of_cluster(self, tile):
+        """The first of the tiles that the blocks of a cluster work on while one works on ``tile``."""
+        return tile if self.plan.cluster == 1 else tile & ~1
+
+    @cute.jit
+    def shares_column(self, tile, tiles, schedule):
+        """Whether the two tiles of a cluster are of one column, so that B serves both."""
+        i, j, matrix = tile_at(tile, *schedule)
+        other_i, other_j, other_matrix = tile_at(tile ^ 1, *schedule)
+        return j == other_j and matrix == other_matrix and (tile | 1) < tiles
 
     @cute.jit
     def load_blocks(self, load_c, sC, c_full, c_empty, group, tiles, schedule):
@@ -237,6 +289,9 @@ class SymmetricSm90:
                         self.store_block(store_d, block, sD, group, staging, at, diagonal, scalars[2])
                         staging = (staging + 1) % self.stagings
             tile += stride
+        if const_expr(plan.cluster > 1):
+            if self.first_of_cluster(tile) < tiles:
+                self.pass_over(full, empty, steps, stage, phase)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -257,17 +312,34 @@ class SymmetricSm90:
             # This step's products stay in flight; those of the step before are done with their stage.
             warpgroup.wait_group(1)
             if k > 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + previous)
+                self.release(empty + previous)
             previous = stage
             stage, phase = step(stage, phase, plan.stages)
         if const_expr(plan.ping_pong):
             cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
             stage, phase = skip(stage, phase, steps, plan.stages)
         warpgroup.wait_group(0)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + previous)
+        self.release(empty + previous)
         return stage, phase
+
+    @cute.jit
+    def pass_over(self, full, empty, steps, stage, phase):
+        """Keep in step with the other block of the cluster through its last tile, without one of one's own."""
+        for _ in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            self.release(empty + stage)
+            stage, phase = step(stage, phase, self.plan.stages)
+
+    @cute.jit
+    def release(self, empty):
+        """Tell the producers of all blocks of the cluster, once for each warp, that a stage has been read."""
+        if const_expr(self.plan.cluster == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty)
+        else:
+            lane = cute.arch.lane_idx()
+            if lane < self.plan.cluster:
+                cute.arch.mbarrier_arrive(empty, lane)
 
     @cute.jit
     def add_block(self, block, sC, beta):
@@ -281,7 +353,6 @@ class SymmetricSm90:
     @cute.jit
     def store_block(self, store_d, block, sD, group, staging, at, diagonal, diag):
         """Write a block and its transpose; of a block on the diagonal its lower half, to both sides."""
-        plan = self.plan
         thread = cute.arch.thread_idx()[0] % 128
         leader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         place = 2 * (group * self.stagings + staging)
@@ -354,14 +425,11 @@ class SymmetricSm90:
         """The row of blocks, within the tile, of a warpgroup's ``r``-th."""
         return r if self.plan.ping_pong else group
 
-    def partition_operand(self, atom, shared, row, matrix):
-        """Shared stages and global steps of k of one row of tiles."""
-        tiles = cute.local_tile(
-            coordinates(self.plan.column_major)[None, None, matrix],
-            (self.plan.tile, self.plan.bk),
-            (row, None),
-        )
-        return partition(atom, shared, tiles)
+    def partition_operand(self, atom, shared, matrix, parts):
+        """Shared (part, 0, stage) and global (row of parts, step of k) of tiles in ``parts`` parts."""
+        shape = self.plan.tile // parts, self.plan.bk
+        tiles = cute.local_tile(coordinates(self.plan.column_major)[None, None, matrix], shape, (None, None))
+        return partition(atom, cute.flat_divide(shared, shape), tiles)
 
     def partition_blocks(self, atom, shared, matrix):
         """Shared places and global (row, column) of blocks."""

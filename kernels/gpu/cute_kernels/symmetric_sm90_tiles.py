@@ -22,11 +22,11 @@ def tile_at(tile: Int32, tile_rows: Int32, tiles_each: Int32, band: Int32):
     j = rest // height
     i = first + rest - j * height
     if rest >= first * height:
-        # The triangle at the end of a band, row by row.
-        rest -= first * height
+        # The triangle at the end of a band: row by row from the far corner is column by column.
+        rest = Int32(triangle(height)) - 1 - (rest - first * height)
         row = triangle_row(rest)
-        i = first + row
-        j = first + rest - Int32(triangle(row))
+        i = first + height - 1 - rest + Int32(triangle(row))
+        j = first + height - 1 - row
     return i, j, matrix
 
 
