@@ -1,0 +1,235 @@
+"""``gram`` and ``symmetric_product`` for every arch from sm_80: warp-level matrix instructions (CuTe DSL).
+
+Device code and its parameters: :mod:`dmuon.kernels.gpu.cute_kernels.symmetric_sm80_kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dmuon.kernels.gpu.arch import Arch
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, f32, i32, i64, pointer
+from dmuon.kernels.gpu.calls import Matrices, ProductCall
+
+_ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_BAND = 8
+"""Tile rows that are walked together, column by column: about the root of the number of multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is fixed at compile time, and what follows from it.
+
+    Args:
+        dtype: of the operands, ``"bf16"`` or ``"fp16"``.
+        out_dtype: of C and the result, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        column_major: whether the operands' columns are contiguous rather than their rows.
+        tile: rows and columns of a tile.
+        bk: depth of one stage.
+        stages: of operands in shared memory.
+        warps_m, warps_n: how a block's warps divide a tile.
+    """
+
+    dtype: str
+    out_dtype: str
+    column_major: bool
+    tile: int
+    bk: int
+    stages: int
+    warps_m: int
+    warps_n: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def stage_elements(self) -> int:
+        """Of one operand."""
+        return self.tile * self.bk
+
+    @property
+    def vector(self) -> int:
+        """Elements of C or the result in 16 bytes."""
+        return 16 // _ITEM_BYTES[self.out_dtype]
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of the staged tile to the next: at least 128 bytes, all banks."""
+        return max(self.tile, 8 * self.vector)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The stages; then, in their place, the finished tile."""
+        stages = 2 * self.stages * self.stage_elements * _ITEM_BYTES[self.dtype]
+        return max(stages, self.tile * self.pitch * _ITEM_BYTES[self.out_dtype])
+
+
+class SymmetricSm80:
+    """The :class:`~dmuon.kernels.gpu.family.ProductFamily` of this kernel.
+
+    A config has ``tile``, ``bk``, ``stages``, ``warps_m`` and ``warps_n``, as :class:`Plan` explains them.
+    """
+
+    sources = tuple(
+        f"gpu/cute_kernels/{name}.py"
+        for name in ("compile", "symmetric_sm80", "symmetric_sm80_kernel", "symmetric_sm90_tiles")
+    )
+
+    def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
+        if op not in _OPS or dtype not in ("bf16", "fp16"):
+            return []
+        depth = n if op == "gram" else m
+        found = []
+        for values in _CONFIGS:
+            config = dict(zip(_FIELDS, values, strict=True))
+            # A tile beyond the matrix gains nothing over the next smaller one, nor do stages beyond its depth.
+            useful = config["tile"] < 2 * max(m, 32) and config["bk"] * (config["stages"] - 1) < 2 * max(
+                depth, 32
+            )
+            plan = Plan(dtype, "fp32", False, **config)
+            if useful and plan.shared_bytes <= arch.shared_bytes:
+                found.append(config)
+        return found
+
+    def check(self, op: str, config: Mapping[str, Any]) -> None:
+        if op not in _OPS:
+            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+        if set(config) != set(_FIELDS):
+            raise ValueError(f"config must have the fields {sorted(_FIELDS)}, got {sorted(config)}")
+        for name, values in _FIELDS.items():
+            if config[name] not in values:
+                raise ValueError(f"{name} must be one of {values}, got {config[name]!r}")
+        tile, threads = config["tile"], 32 * config["warps_m"] * config["warps_n"]
+        if tile % (16 * config["warps_m"]) or tile % (16 * config["warps_n"]):
+            raise ValueError(
+                f"warps_m and warps_n must divide a tile of {tile} in multiples of 16, got {config}"
+            )
+        if threads < 64 or tile * config["bk"] % (8 * threads):
+            raise ValueError(
+                f"a stage of {tile} by bk={config['bk']} does not divide into 16 bytes for each of {threads} threads"
+            )
+
+    def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
+        self.check(call.op, config)
+        if call.A.dtype not in ("bf16", "fp16") or call.out.dtype not in _ITEM_BYTES:
+            raise Unsupported(
+                f"needs fp16 or bf16 operands, got {call.A.dtype} with a result in {call.out.dtype}"
+            )
+        if call.B is not None and call.B.dtype != call.A.dtype:
+            raise Unsupported(f"A and B must have one dtype, got {call.A.dtype} and {call.B.dtype}")
+        if call.C is not None and call.C.dtype != call.out.dtype:
+            raise Unsupported(
+                f"C and the result must have one dtype, got {call.C.dtype} and {call.out.dtype}"
+            )
+        column_major = call.op == "gram" and _complaint(call.A, by_columns=False) is not None
+        for name, matrices in {"A": call.A, "B": call.B, "C": call.C, "out": call.out}.items():
+            if matrices is not None:
+                by_columns = column_major if name == "A" and call.op == "gram" else _by_columns(matrices)
+                complaint = _complaint(matrices, by_columns)
+                if complaint:
+                    raise Unsupported(f"{name} {complaint}")
+        plan = Plan(call.A.dtype, call.out.dtype, column_major, **config)
+        if plan.shared_bytes > arch.shared_bytes:
+            raise Unsupported(
+                f"{dict(config)} with a result in {call.out.dtype} needs {plan.shared_bytes} bytes of shared "
+                f"memory, {arch.name} has {arch.shared_bytes}"
+            )
+        return KernelSpec("cute", "cute_kernels.symmetric_sm80_kernel", arch.name, asdict(plan))
+
+    def launch(
+        self, call: ProductCall, config: Mapping[str, Any], binary: Binary, multiprocessors: int
+    ) -> Launch:
+        plan = Plan(**binary.spec.options)
+        side = -(-call.out.rows // plan.tile)
+        each = side * (side + 1) // 2
+        blocks = each * call.out.batch
+        if blocks >= 1 << 31:
+            raise Unsupported(f"{blocks} tiles of {plan.tile} are more than a grid holds")
+        C = call.C if call.beta != 0 else None
+        operands = [
+            (call.A, plan.column_major or (call.op != "gram" and _by_columns(call.A))),
+            (call.B or call.A, plan.column_major or (call.op != "gram" and _by_columns(call.B or call.A))),
+            *((matrices, _by_columns(matrices)) for matrices in (C or call.out, call.out)),
+        ]
+        addresses = [matrices.address for matrices, _ in operands]
+        if C is None:
+            addresses[2] = 0
+        one = call.B is None or call.B == call.A
+        ints = (call.out.rows, call.A.columns, side, each, _BAND, int(one))
+        args = (
+            *(pointer(address) for address in addresses),
+            *(i64(matrices.batch_stride if matrices.batch > 1 else 0) for matrices, _ in operands),
+            *(i32(_line_stride(matrices, by_columns)) for matrices, by_columns in operands),
+            *(i32(value) for value in ints),
+            *(f32(value) for value in (call.alpha, call.beta, call.diag)),
+        )
+        return Launch((blocks, 1, 1), args)
+
+
+SYMMETRIC_SM80 = SymmetricSm80()
+
+_OPS = ("gram", "symmetric_product")
+
+_FIELDS: dict[str, tuple[int, ...]] = {
+    "tile": (32, 64, 128),
+    "bk": (32, 64),
+    "stages": (2, 3, 4, 5, 6),
+    "warps_m": (1, 2, 4),
+    "warps_n": (1, 2, 4),
+}
+"""What each field of a configuration may be."""
+
+_CONFIGS = (
+    (128, 32, 3, 2, 2),
+    (128, 32, 4, 2, 2),
+    (128, 32, 5, 2, 2),
+    (128, 64, 3, 2, 2),
+    (128, 32, 4, 2, 4),
+    (128, 64, 3, 2, 4),
+    (128, 32, 4, 4, 2),
+    (128, 64, 2, 2, 2),
+    (64, 32, 4, 2, 2),
+    (64, 64, 3, 2, 2),
+    (64, 64, 4, 2, 2),
+    (64, 64, 5, 2, 4),
+    (32, 64, 4, 2, 2),
+    (32, 64, 6, 2, 1),
+)
+
+
+def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
+    """Why the matrices cannot be moved by rows (columns), 16 bytes at a time; ``None`` if they can."""
+    lines, kind, along = matrices.row_stride, "row", matrices.column_stride
+    count, length = matrices.rows, matrices.columns
+    if by_columns:
+        lines, kind, along, count, length = along, "column", lines, length, count
+    if length > 1 and along != 1:
+        strides = f"{matrices.row_stride}, {matrices.column_stride}"
+        return f"must be contiguous along a row or a column, got strides {strides}"
+    distances = {"first element": matrices.address}
+    if count > 1:
+        distances[f"{kind} stride"] = lines * matrices.item_bytes
+        if lines >= 1 << 31:
+            return f"must have a {kind} stride below 2**31 elements, got {lines}"
+    if matrices.batch > 1:
+        distances["batch stride"] = matrices.batch_stride * matrices.item_bytes
+    for name, value in distances.items():
+        if value % 16:
+            return f"must have its {name} at a multiple of 16 bytes, got {value}"
+    return None
+
+
+def _by_columns(matrices: Matrices) -> bool:
+    """Whether to move symmetric matrices by columns, because rows cannot be."""
+    return _complaint(matrices, False) is not None and _complaint(matrices, True) is None
+
+
+def _line_stride(matrices: Matrices, by_columns: bool) -> int:
+    """Elements from a row (column) to the next; 0 if there is only one, whose stride means nothing."""
+    lines, count = matrices.row_stride, matrices.rows
+    if by_columns:
+        lines, count = matrices.column_stride, matrices.columns
+    return lines if count > 1 else 0
