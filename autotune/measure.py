@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dmuon.autotune.probes import Probes
-from dmuon.kernels.choose import NSChoice, Problem, device_key
+from dmuon.kernels.choose import NSChoice, Problem, computing_dtype, device_key
 from dmuon.kernels.coefficients import CoefficientSet
 from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.run import run_ns
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self, problem: Problem, coefficients: CoefficientSet) -> None:
         self.device = device_of(problem)
         self._problem, self._coefficients = problem, coefficients
-        self._dtype = PRECISIONS[problem.dtype]
+        self._dtype = computing_dtype(problem)
         self._probes = Probes(problem, coefficients, self.device)
         self._clock = cuda_ms if self.device.type == "cuda" else wall_ms
         self._rotation = self._rotate()

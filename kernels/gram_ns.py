@@ -10,7 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dmuon.kernels.choose import METHODS, NSChoice, Problem, current_chooser, device_key, heuristic_choice
+from dmuon.kernels.choose import (
+    METHODS,
+    NSChoice,
+    Problem,
+    computing_dtype,
+    current_chooser,
+    device_key,
+    heuristic_choice,
+)
 from dmuon.kernels.coefficients import CoefficientSet, resolve_coefficients
 from dmuon.kernels.overlap import overlap, same_memory
 from dmuon.kernels.precision import PRECISIONS, precision_name, resolve_precision
@@ -48,7 +56,8 @@ def gram_ns(
         restarts: 0-based steps run right after a restart of the Gram form; ``"auto"`` takes the fewest that
             keep it stable in the working precision (:func:`~dmuon.kernels.restarts.default_restarts`).
         precision: working precision ``"fp64"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is fp64 for
-            fp64 input, else fp16 on CUDA and fp32 elsewhere.
+            fp64 input, else fp16 on CUDA and fp32 elsewhere. Small bf16 matrices are computed in fp32 where that
+            is faster (:func:`~dmuon.kernels.choose.computing_dtype`).
         method: ``"gram"``, ``"standard"`` or ``"auto"``.
         out: where to write, of G's shape and device and any of the four dtypes. May be ``G`` itself.
 
@@ -68,17 +77,17 @@ def gram_ns(
         _check_out(out, G)
     if G.is_meta:
         return torch.empty_like(G, memory_format=torch.contiguous_format) if out is None else out
-    choice = _choose(G, polynomials, dtype, fixed, method)
-    return run_ns(G, choice, polynomials, dtype, out)
+    m, n = sorted(G.shape[-2:])
+    batch, device = G.numel() // (m * n), device_key(G.device)
+    problem = Problem("gram_ns", batch, m, n, precision_name(dtype), device, polynomials.key)
+    choice = _choose(problem, polynomials, fixed, method)
+    return run_ns(G, choice, polynomials, computing_dtype(problem), out)
 
 
 def _choose(
-    G: Tensor, coefficients: CoefficientSet, dtype: torch.dtype, restarts: tuple[int, ...] | None, method: str
+    problem: Problem, coefficients: CoefficientSet, restarts: tuple[int, ...] | None, method: str
 ) -> NSChoice:
     """The tuned or heuristic choice, bent to what the caller fixed."""
-    m, n = sorted(G.shape[-2:])
-    batch = G[..., 0, 0].numel()
-    problem = Problem("gram_ns", batch, m, n, precision_name(dtype), device_key(G.device), coefficients.key)
     chooser = current_chooser()
     choice = chooser.choose(problem) if chooser is not None else None
     if choice is None:
@@ -88,7 +97,9 @@ def _choose(
     if method == "standard":
         return replace(choice, method="standard", restarts=())
     if method == "gram" and choice.method != "gram":
-        return replace(choice, method="gram", restarts=default_restarts(coefficients, dtype))
+        return replace(
+            choice, method="gram", restarts=default_restarts(coefficients, PRECISIONS[problem.dtype])
+        )
     return choice
 
 
