@@ -17,10 +17,13 @@ from typing import IO, Any
 
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Unsupported
 from dmuon.kernels.gpu.cache import Damaged, decode
-from dmuon.kernels.gpu.worker import FAILED, LENGTH, UNSUPPORTED
+from dmuon.kernels.gpu.worker import BUILT, LENGTH, UNSUPPORTED
 
 TIMEOUT_S = 300.0
 """For one kernel, the DSL's import included. The slowest takes a few seconds on an idle core."""
+
+_LARGEST = 1 << 28
+"""Bytes of an answer; PTX and cubin have some hundred thousand."""
 
 _START = "from dmuon.kernels.gpu.worker import main; main()"
 
@@ -34,11 +37,11 @@ class BuildCancelled(Exception):
 
 
 class _Ended(BuildFailed):
-    """The process ended by itself; ``idle`` if perhaps because it had waited for long enough."""
+    """The process ended by itself; with ``used``, perhaps for what it did before, or as it had waited enough."""
 
-    def __init__(self, message: str, idle: bool) -> None:
+    def __init__(self, message: str, used: bool) -> None:
         super().__init__(message)
-        self.idle = idle
+        self.used = used
 
 
 class Pool:
@@ -77,7 +80,7 @@ class Pool:
                 try:
                     return worker.build(spec, self._timeout_s)
                 except _Ended as error:
-                    if not self._closed and not error.idle:
+                    if not self._closed and not error.used:
                         raise
                 except BuildFailed:
                     if not self._closed:
@@ -152,22 +155,18 @@ class _Worker:
         self.usable = False
         try:
             kind, content = self._ask(spec.text.encode(), time.monotonic() + timeout_s)
+            binary = decode(content, spec) if kind == BUILT else None
         except TimeoutError:
             raise BuildFailed(f"still compiling after {timeout_s:g} s") from None
         except (EOFError, OSError):
             raise self._how_it_ended() from None
-        if kind == UNSUPPORTED:
-            self.usable = True
-            raise Unsupported(content.decode(errors="replace"))
-        if kind == FAILED:
-            self.usable = True
-            raise BuildFailed(content.decode(errors="replace"))
-        try:
-            binary = decode(content, spec)
         except Damaged as error:
             raise BuildFailed(f"the compiler process answered nonsense: {error}") from None
         self.usable = self._served = True
-        return binary
+        if binary is not None:
+            return binary
+        reason = content.decode(errors="replace")
+        raise Unsupported(reason) if kind == UNSUPPORTED else BuildFailed(reason)
 
     def kill(self) -> None:
         """Kill the process and whatever it started, for whoever waits for its answer to find out."""
@@ -188,6 +187,8 @@ class _Worker:
         self._process.stdin.write(LENGTH.pack(len(request)) + request)
         self._process.stdin.flush()
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        if length > _LARGEST:
+            raise Damaged(f"a message of {length} bytes")
         answer = self._read(length, deadline)
         return answer[:1], answer[1:]
 
@@ -216,7 +217,7 @@ class _Worker:
         self._errors.seek(0)
         said = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
         last = next((line for line in reversed(said) if line), "it said nothing")
-        return _Ended(f"the compiler ended its process with {how}: {last}", code == 0 and self._served)
+        return _Ended(f"the compiler ended its process with {how}: {last}", self._served)
 
 
 def _cores() -> int:

@@ -35,7 +35,7 @@ def build(spec):
         with open(log, "a") as file:
             file.write(f"{{os.getpid()}}\\n")
     print("a compiler talks")
-    os.write(1, b"a library too")
+    os.write(1, b"a library too\\n")
     if does == "raise":
         raise RuntimeError("no such intrinsic")
     if does == "unsupported":
@@ -65,15 +65,29 @@ def fake(does: str = "well", dsl: str = "triton", arch: str = "sm_90a", **option
     return KernelSpec(dsl, "fake_kernel", arch, {"does": does, **options})
 
 
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make :func:`fake` specs buildable, here and in compiler processes; the cache is ``tmp_path / "cache"``."""
+def worker_start(folder: Path) -> str:
+    """What a worker runs to know the fakes in ``folder``. It skips the package's own import, and torch with it."""
+    packages = [str(Path(each)) for each in dmuon.kernels.__path__]
+    return f"""
+import sys, types
+package = sys.modules["dmuon.kernels"] = types.ModuleType("dmuon.kernels")
+package.__path__ = {packages!r}
+from importlib import import_module
+import_module("dmuon.kernels.gpu").__path__.append({str(folder)!r})
+{pool._START}
+"""
+
+
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make :func:`fake` specs buildable, here and in compiler processes; the cache is ``tmp_path / "cache"``.
+
+    Returns the module's file.
+    """
     folder = tmp_path / "fakes"
     folder.mkdir()
     (folder / "fake_kernel.py").write_text(_SOURCE)
     monkeypatch.setattr(dmuon.kernels.gpu, "__path__", [*dmuon.kernels.gpu.__path__, str(folder)])
-    start = f"import dmuon.kernels.gpu; dmuon.kernels.gpu.__path__.append({str(folder)!r}); {pool._START}"
-    monkeypatch.setattr(pool, "_START", start)
+    monkeypatch.setattr(pool, "_START", worker_start(folder))
     monkeypatch.setenv("DMUON_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DMUON_COMPILE", raising=False)
     monkeypatch.setattr(load, "_known", {})
