@@ -85,12 +85,11 @@ def run(
         for first in range(0, len(clusters), shape.resident):
             part = clusters[first : first + shape.resident]
             machine.start(part)
-            scheduler = Scheduler(machine, max_steps)
-            try:
-                scheduler.run()
-            finally:
-                scheduler.record()
+            Scheduler(machine, max_steps).run()
             report.blocks += len(part) * shape.cluster_blocks
+    for statement, count in zip(program.code, machine.counts, strict=True):
+        if count:
+            report.executed[statement.opcode] += count
     # A module's own variables die with the launch.
     del memory.regions[regions:]
     report.loaded, report.stored = list(memory.loaded), list(memory.stored)

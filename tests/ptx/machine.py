@@ -110,7 +110,8 @@ class Machine:
         self.specials = self._special_registers()
         self.pc = np.zeros(self.threads, np.int64)
         self.state = np.zeros(self.threads, np.uint8)
-        self.steps = 0
+        self.counts = [0] * len(program.code)
+        self._together: dict[int, Mask] = {}
         # Named barriers of each block: threads that have arrived, and threads that wait at which.
         self.arrived = np.zeros((self.blocks, 16), np.int64)
         self.expected = np.zeros((self.blocks, 16), np.int64)
@@ -433,21 +434,22 @@ class Machine:
         live = (self.state != DONE).reshape(-1, WARP)
         return bool((warps.any(1)[:, None] & live & ~warps).any() == False)  # noqa: E712
 
-    def gather(self, mask: Mask, index: int, width: int, members: Any = None) -> Mask | None:
+    def gather(self, mask: Mask, index: int, width: int, following: int, members: Any = None) -> Mask | None:
         """Threads that can run a collective statement together: those of the mask, and those held there before.
 
         Args:
             mask: who arrives now.
             index: the statement.
             width: threads that must take part together: a warp, or a warpgroup.
+            following: the statement after it.
             members: who must take part, one bool for each thread; everyone who has not exited if ``None``.
 
         Returns:
             The mask to run; ``None`` if nobody can yet. Then, and if only some can, the others are held, and all
             program counters are set: the closure must return MOVED.
         """
-        if mask is True:
-            return True
+        if mask is True or (members is None and self._together.get(width) is mask):
+            return mask
         needed = self.state != DONE
         if members is not None:
             needed &= members
@@ -456,6 +458,9 @@ class Machine:
         complete = groups.any(1) & ~(needed.reshape(-1, width) & ~groups).any(1)
         ready = np.repeat(complete, width) & here
         if np.array_equal(ready, mask):
+            if members is None:
+                # Threads only ever leave a group by exiting: what is whole stays whole.
+                self._together[width] = mask
             return mask
         waiting = mask & ~ready
         self.state[waiting] = HELD
@@ -463,7 +468,7 @@ class Machine:
         if not ready.any():
             return None
         self.state[ready] = RUNNING
-        self.pc[ready] = index + 1
+        self.pc[ready] = following
         return ready
 
 

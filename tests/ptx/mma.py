@@ -95,28 +95,68 @@ def registers_of(machine: Machine, operand: Any) -> list[int]:
     return [item.row for item in items]
 
 
+class MultiplyRun:
+    """Consecutive multiplications that do not depend on each other, as one.
+
+    Where they combine each of some A with each of some B, as the inner loop of a product does, they are one larger
+    product for each warp.
+    """
+
+    def __init__(self, machine: Machine, statements: list[Instruction]) -> None:
+        first = statements[0]
+        shape = next((mod for mod in first.mods if mod.startswith("m")), "")
+        self.d_kind, a_kind, b_kind, self.c_kind = first.mods[-4:]
+        if a_kind != b_kind or {self.d_kind, self.c_kind} - {"f32", "f16"} or "row" not in first.mods:
+            raise NotImplementedError(first.opcode)
+        self.machine, self.statements, self.opcode = machine, statements, first.opcode
+        self.fragments = Fragments(shape, a_kind)
+        d, a, b, c = ([tuple(registers_of(machine, s.args[place])) for s in statements] for place in range(4))
+        self.a_rows, self.a_of = _distinct(a)
+        self.b_rows, self.b_of = _distinct(b)
+        self.c_rows, self.d_rows = np.array(c).T, np.array(d).T
+        self.grid = len(self.a_rows.T) * len(self.b_rows.T) == len(statements)
+
+    def __call__(self, mask: Mask) -> None:
+        file, count, k = self.machine.files["b32"], len(self.statements), self.fragments.k
+        x = file.reshape(len(file), -1, 32)
+        part = slice(None) if mask is True else mask.reshape(-1, 32)[:, 0].nonzero()[0]
+        a, b, c = (_rows(x, rows, part) for rows in (self.a_rows, self.b_rows, self.c_rows))
+        warps = c.shape[1] // count
+        left = self.fragments.a(a).reshape(-1, warps, 16, k)
+        right = self.fragments.b(b).reshape(-1, warps, k, 8)
+        if self.grid and count > 1:
+            tall = left.transpose(1, 0, 2, 3).reshape(warps, -1, k)
+            wide = right.transpose(1, 2, 0, 3).reshape(warps, k, -1)
+            blocks = np.matmul(tall, wide).reshape(warps, len(left), 16, len(right), 8)
+            product = blocks.transpose(1, 3, 0, 2, 4)[self.a_of, self.b_of].reshape(-1, 16, 8)
+        else:
+            product = np.matmul(left[self.a_of], right[self.b_of]).reshape(-1, 16, 8)
+        product += load_accumulators(c, self.c_kind)
+        result = store_accumulators(product, self.d_kind).reshape(*self.d_rows.shape, warps, 32)
+        if mask is True:
+            x[self.d_rows] = result
+        else:
+            x[self.d_rows[..., None], part] = result
+        report, counts = self.machine.report, self.machine.counts
+        report.flops += 2 * 16 * 8 * k * warps * count
+        report.mma[self.opcode] += warps * count
+        for statement in self.statements[1:]:
+            counts[statement.index] += warps
+
+
+def _rows(x: Any, rows: Any, part: Any) -> Any:
+    """Registers (place, operand) of the warps of ``part``, as (place, operand · warp, 32)."""
+    found = x[rows] if isinstance(part, slice) else x[rows[..., None], part]
+    return found.reshape(len(rows), -1, 32)
+
+
+def _distinct(operands: list[tuple[int, ...]]) -> tuple[Any, Any]:
+    """The different operands as columns of rows, and which of them each is."""
+    different = list(dict.fromkeys(operands))
+    return np.array(different).T, np.array([different.index(operand) for operand in operands])
+
+
 @instruction("mma.sync")
 def multiply(machine: Machine, statement: Instruction) -> Closure:
     """D = A·B + C in fp32; accumulators of type f16 are rounded at the end."""
-    shape = next(mod for mod in statement.mods if mod.startswith("m16"))
-    d_kind, a_kind, b_kind, c_kind = statement.mods[-4:]
-    if a_kind != b_kind or {d_kind, c_kind} - {"f32", "f16"} or "row" not in statement.mods:
-        raise NotImplementedError(statement.opcode)
-    fragments = Fragments(shape, a_kind)
-    file = machine.files["b32"]
-    d, a, b, c = (registers_of(machine, arg) for arg in statement.args)
-    flops = 2 * 16 * 8 * fragments.k
-    opcode = statement.opcode
-
-    def body(mask: Mask) -> None:
-        part = slice(None) if mask is True else mask.reshape(-1, 32)[:, 0].nonzero()[0]
-        x = file.reshape(len(file), -1, 32)
-        product = np.matmul(fragments.a(x[a][:, part]), fragments.b(x[b][:, part]))
-        result = store_accumulators(product + load_accumulators(x[c][:, part], c_kind), d_kind)
-        warps = result.shape[1]
-        for place, row in enumerate(d):
-            x[row, part] = result[place]
-        machine.report.flops += flops * warps
-        machine.report.mma[opcode] += warps
-
-    return collective(machine, statement, None, body)
+    return collective(machine, statement, None, MultiplyRun(machine, [statement]))

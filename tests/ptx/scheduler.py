@@ -34,7 +34,6 @@ class Scheduler:
 
     def __init__(self, machine: Machine, max_steps: int) -> None:
         self.machine, self.max_steps = machine, max_steps
-        self.counts = [0] * len(machine.code)
         self.steps = 0
         self.timeouts = 0
 
@@ -64,7 +63,7 @@ class Scheduler:
     def _run_group(self, pc: int, mask: Mask, stop: int, budget: int) -> Mask | None:
         """Runs threads at ``pc`` until they part, meet others at ``stop``, wait, or use up their budget; those that
         spent it all in loops are returned."""
-        machine, code, counts = self.machine, self.machine.code, self.counts
+        machine, code, counts = self.machine, self.machine.code, self.machine.counts
         warps = machine.warps if mask is True else int(mask.reshape(-1, 32).any(1).sum())
         left, steps, random = budget, 0, machine.rng is not None
         try:
@@ -170,12 +169,6 @@ class Scheduler:
                 lines[text] += 1
                 warps.setdefault(text, []).append(warp)
         return "\n".join(f"  warps {_ranges(warps[text])}: {text}" for text in lines)
-
-    def record(self) -> None:
-        """Adds what was run to the machine's report."""
-        for statement, count in zip(self.machine.program.code, self.counts, strict=True):
-            if count:
-                self.machine.report.executed[statement.opcode] += count
 
 
 def _located(error: Exception, where: str) -> Exception:

@@ -21,34 +21,35 @@ def collective(
     members: Operand | None,
     body: Callable[[Mask], None],
     width: int = 32,
+    following: int | None = None,
 ) -> Closure:
     """A closure that runs ``body`` once all threads that must take part are here.
 
     Args:
         members: the operand with the mask of lanes that take part; all if ``None``.
         width: threads that must be together, 32 or 128.
+        following: the statement to go on with, if it is not the next.
     """
     lane_bits = machine.source(members, "u32") if members is not None else None
     if lane_bits is not None and np.ndim(lane_bits) == 0 and int(lane_bits) == 0xFFFFFFFF:
         lane_bits = None
     lane = machine.lane
+    behind = statement.index + 1 if following is None else following
 
     def run(mask: Mask) -> int | None:
         if mask is True:
             body(True)
-            return None
+            return following
         wanted = None if lane_bits is None else (lane_bits >> lane & np.uint32(1)) == 1
         if wanted is not None and np.ndim(lane_bits):
             # The lanes' own operand; those that are not here yet may not have it.
             first = np.where(mask, lane_bits, 0).reshape(-1, 32).max(1)
             wanted = (np.repeat(first, 32) >> lane & np.uint32(1)) == 1
-        ready = machine.gather(mask, statement.index, width, wanted)
+        ready = machine.gather(mask, statement.index, width, behind, wanted)
         if ready is None:
             return MOVED
         body(ready)
-        if ready is mask:
-            return None
-        return MOVED
+        return following if ready is mask else MOVED
 
     return run
 
