@@ -1,0 +1,89 @@
+"""Recording and replaying Newton–Schulz. Without a GPU a stand-in records: it re-runs what a graph would replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmuon.graphs import Replays
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Counts recordings and replays, and notes the address that each recording is bound to."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, work: Callable[[], object]) -> Callable[[], object]:
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+
+        return replay
+
+
+def double(batch: Tensor) -> None:
+    batch.mul_(2)
+
+
+def put(replays: Replays, value: float, shape: tuple[int, ...], kind: str = "x") -> Tensor:
+    batch = replays.buffer(shape, torch.float32, CPU)
+    batch.fill_(value)
+    replays.run(kind, batch, double)
+    return batch.clone()
+
+
+def test_the_second_batch_of_a_kind_is_recorded_and_the_third_replayed() -> None:
+    recorder = Recorder()
+    replays = Replays(recorder)
+    for step in range(1, 6):
+        assert torch.equal(put(replays, step, (2, 3, 4)), torch.full((2, 3, 4), 2.0 * step))
+        assert (recorder.recorded, recorder.replayed) == (min(step - 1, 1), max(step - 2, 0))
+    put(replays, 1, (2, 4, 3))
+    put(replays, 1, (2, 3, 4), "y")
+    assert recorder.recorded == 1
+
+
+def test_a_larger_batch_moves_the_buffer_and_old_recordings_go_with_it() -> None:
+    recorder = Recorder()
+    replays = Replays(recorder)
+    for step in range(3):
+        put(replays, step, (2, 2))
+    assert recorder.recorded == 1
+    put(replays, 5, (4, 4))
+    assert torch.equal(put(replays, 7, (2, 2)), torch.full((2, 2), 14.0))
+    assert recorder.recorded == 2 and recorder.replayed == 1
+
+
+def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmuon.graphs.MAX_GRAPHS", 2)
+    recorder = Recorder()
+    replays = Replays(recorder)
+    for _ in range(3):
+        for kind in "abcd":
+            assert torch.equal(put(replays, 1, (3, 3), kind), torch.full((3, 3), 2.0))
+    assert recorder.recorded == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_cuda_graph_replays_newton_schulz() -> None:
+    from dmuon.kernels import gram_ns
+
+    replays, device = Replays(), torch.device("cuda", torch.cuda.current_device())
+
+    def orthogonalise(batch: Tensor) -> None:
+        gram_ns(batch, precision="fp32", out=batch)
+
+    for seed in range(4):
+        G = torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(seed))
+        batch = replays.buffer((4, 64, 128), torch.float32, device)
+        batch.copy_(G)
+        replays.run("ns", batch, orthogonalise)
+        torch.testing.assert_close(batch.cpu(), gram_ns(G, precision="fp32"), rtol=1e-3, atol=1e-4)
