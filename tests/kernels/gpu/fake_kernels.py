@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import dmuon.kernels.gpu
 from dmuon.kernels.gpu import load, pool, sources
 from dmuon.kernels.gpu.binary import KernelSpec
+
+_REAL_START = pool._START
 
 PTX = """.version 8.0
 .target sm_90a
@@ -65,17 +69,28 @@ def fake(does: str = "well", dsl: str = "triton", arch: str = "sm_90a", **option
     return KernelSpec(dsl, "fake_kernel", arch, {"does": does, **options})
 
 
-def worker_start(folder: Path) -> str:
-    """What a worker runs to know the fakes in ``folder``. It skips the package's own import, and torch with it."""
-    packages = [str(Path(each)) for each in dmuon.kernels.__path__]
+def _knowing_fakes(folder: Path) -> str:
+    """Code that makes the fakes in ``folder`` importable. It skips the package's own import, and torch with it."""
     return f"""
-import sys, types
-package = sys.modules["dmuon.kernels"] = types.ModuleType("dmuon.kernels")
-package.__path__ = {packages!r}
-from importlib import import_module
+import sys
+from importlib import import_module, util
+spec = util.find_spec("dmuon.kernels")
+sys.modules["dmuon.kernels"] = util.module_from_spec(spec)
 import_module("dmuon.kernels.gpu").__path__.append({str(folder)!r})
-{pool._START}
 """
+
+
+def start_process(module: Path, body: str) -> subprocess.Popen[bytes]:
+    """Run ``body`` in a new interpreter that knows the fakes in the file ``module``, and whose workers do."""
+    folder = module.parent
+    start = f"""
+sys.path.append({str(Path(__file__).parent)!r})
+from dmuon.kernels.gpu import load, pool
+pool._START = {_knowing_fakes(folder) + _REAL_START!r}
+from fake_kernels import fake
+"""
+    command = [sys.executable, "-c", _knowing_fakes(folder) + start + body]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -87,7 +102,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "fake_kernel.py").write_text(_SOURCE)
     monkeypatch.setattr(dmuon.kernels.gpu, "__path__", [*dmuon.kernels.gpu.__path__, str(folder)])
-    monkeypatch.setattr(pool, "_START", worker_start(folder))
+    monkeypatch.setattr(pool, "_START", _knowing_fakes(folder) + _REAL_START)
     monkeypatch.setenv("DMUON_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DMUON_COMPILE", raising=False)
     monkeypatch.setattr(load, "_known", {})

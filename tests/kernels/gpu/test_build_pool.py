@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from fake_kernels import PTX, fake, install
+from fake_kernels import PTX, fake, install, start_process
 
 from dmuon.kernels.gpu.binary import Param, Unsupported
 from dmuon.kernels.gpu.pool import BuildCancelled, BuildFailed, Pool
@@ -99,15 +97,7 @@ def test_closing_cancels_what_compiles(fakes):
 
 def test_a_worker_ends_with_the_process_that_started_it(fakes, tmp_path):
     log = tmp_path / "pids"
-    script = f"""
-import fake_kernels
-from pathlib import Path
-from dmuon.kernels.gpu import pool
-pool._START = fake_kernels.worker_start(Path({str(fakes.parent)!r}))
-pool.Pool(1).build(fake_kernels.fake("hang", log={str(log)!r}))
-"""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    parent = start_process(fakes, f"pool.Pool(1).build(fake('hang', log={str(log)!r}))")
     while not log.exists() or not log.read_text().endswith("\n"):
         assert parent.poll() is None
         time.sleep(0.05)
