@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.backends.base import Product
+from dmuon.kernels.backends.compiled import LINE_BYTES
 from dmuon.kernels.choose import NSChoice, ProductChoice
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.kernels.gpu.binary import Unsupported
@@ -32,10 +33,6 @@ from dmuon.kernels.precision import precision_name
 _CACHE_BYTES = 16 << 20
 """What a batch's matrices may take together on a CPU: half of a last-level cache, about. More gains nothing, and
 costs memory; much less leaves threads without enough matrices."""
-
-
-_LINE_BYTES = 16
-"""On a GPU, rows of working matrices start at multiples of this, as its kernels' wide copies need."""
 
 
 def run_ns(
@@ -124,10 +121,10 @@ def _restarts(choice: NSChoice, coefficients: CoefficientSet) -> range | tuple[i
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Working memory; on a GPU with rows padded to :data:`_LINE_BYTES`."""
+    """Working memory; on a GPU with rows padded to LINE_BYTES."""
     if device.type != "cuda":
         return torch.empty(shape, dtype=dtype, device=device)
-    unit = _LINE_BYTES // dtype.itemsize
+    unit = LINE_BYTES // dtype.itemsize
     line = -(-shape[-1] // unit) * unit
     return torch.empty(*shape[:-1], line, dtype=dtype, device=device)[..., : shape[-1]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,9 @@ from dmuon.kernels.gpu.calls import Matrices, ProductCall
 from dmuon.kernels.gpu.small_calls import SmallCall
 
 _SHARED_SOURCES = tuple(f"gpu/{name}.py" for name in ("arch", "binary", "calls", "driver", "ptx_text"))
+LINE_BYTES = 16
+"""On a GPU, rows of working matrices start at multiples of this, as wide copies need."""
+
 _PREPARED = 1024
 """Launches that a product keeps ready: the allocator hands out the same addresses again and again."""
 
@@ -88,12 +92,28 @@ class CompiledBackend:
         family, own = self._split(op, config)
         return _Whole(self.name, family, own) if op == "gram_ns" else _Ready(self.name, op, family, own)
 
-    def spec(self, call: ProductCall | SmallCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
-        """What ``call`` would run under ``config``, for compiling ahead. Raises Unsupported."""
-        op = "gram_ns" if isinstance(call, SmallCall) else call.op
-        family, own = self._split(op, config)
-        spec: KernelSpec = family.spec(call, own, arch)
-        return spec
+    def specs(
+        self, m: int, n: int, dtype: str, arch: Arch, steps: tuple[Triple, ...], restarts: tuple[int, ...]
+    ) -> list[KernelSpec]:
+        """All that tuning (m, n) matrices could time in working precision ``dtype``, wide or tall: for compiling
+        ahead, on any machine. ``steps`` and ``restarts`` are those of the iteration; the matrices are fp32."""
+        calls: list[ProductCall | SmallCall] = []
+        for wide in (True, False):
+            X, G = _laid_out(m, n, dtype, wide), _laid_out(m, n, "fp32", wide)
+            calls += [ProductCall("gram", X, None, None, _laid_out(m, m, dtype))]
+            calls += [SmallCall(G, G, dtype, steps, restarts, normalize=True)]
+        R = _laid_out(m, m, dtype)
+        calls += [
+            ProductCall("symmetric_product", R, R, C, R, 1.0, beta) for C, beta in ((None, 0.0), (R, 1.0))
+        ]
+        found: dict[KernelSpec, None] = {}
+        for call in calls:
+            op = "gram_ns" if isinstance(call, SmallCall) else call.op
+            for config in self.configs(op, m, n, dtype, arch):
+                family, own = self._split(op, config)
+                with suppress(Unsupported):
+                    found[family.spec(call, own, arch)] = None
+        return list(found)
 
     def _split(self, op: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         names = [name for name, family in self._families.items() if op in family.ops]
@@ -103,6 +123,14 @@ class CompiledBackend:
             )
         own = {key: value for key, value in config.items() if key != "kernel"}
         return self._families[config["kernel"]].loaded, own
+
+
+def _laid_out(rows: int, columns: int, dtype: str, by_rows: bool = True) -> Matrices:
+    """A matrix as run_ns lays out its working memory, at no real address."""
+    size = {"fp32": 4}.get(dtype, 2)
+    line = -(-(columns if by_rows else rows) * size // LINE_BYTES) * LINE_BYTES // size
+    strides = (line, 1) if by_rows else (1, line)
+    return Matrices(LINE_BYTES, dtype, 1, rows, columns, line * (rows if by_rows else columns), *strides)
 
 
 class _Launcher:
