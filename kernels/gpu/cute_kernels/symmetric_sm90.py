@@ -117,7 +117,13 @@ class SymmetricSm90:
 
     sources = tuple(
         f"gpu/cute_kernels/{name}.py"
-        for name in ("compile", "symmetric_sm90", "symmetric_sm90_kernel", "symmetric_sm90_tiles")
+        for name in (
+            "compile",
+            "symmetric_sm90",
+            "symmetric_sm90_blocks",
+            "symmetric_sm90_kernel",
+            "symmetric_sm90_tiles",
+        )
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
@@ -163,13 +169,12 @@ class SymmetricSm90:
             raise Unsupported(
                 f"C and the result must have one dtype, got {call.C.dtype} and {call.out.dtype}"
             )
-        # A symmetric operand's columns are its rows.
-        column_major = call.op == "gram" and _complaint(call.A, False) is not None
         for name, matrices in {"A": call.A, "B": call.B, "C": call.C, "out": call.out}.items():
-            if matrices is not None:
-                complaint = _complaint(matrices, column_major if name == "A" else _by_columns(matrices))
-                if complaint:
-                    raise Unsupported(f"{name} {complaint}")
+            complaint = None if matrices is None else _complaint(matrices, _by_columns(matrices))
+            if complaint:
+                raise Unsupported(f"{name} {complaint}")
+        # A symmetric operand's columns are its rows.
+        column_major = call.op == "gram" and _by_columns(call.A)
         plan = Plan(call.A.dtype, call.out.dtype, column_major, **config)
         if plan.cluster == 2 and plan.column_major and plan.tile % 128:
             raise Unsupported(f"clusters of 2 cannot halve tiles of {plan.tile} columns of a column-major X")
@@ -245,8 +250,10 @@ def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
 
 
 def _by_columns(matrices: Matrices) -> bool:
-    """Whether to move symmetric matrices by columns, because rows cannot be."""
-    return _complaint(matrices, False) is not None and _complaint(matrices, True) is None
+    """Whether to move matrices by columns, because they cannot be moved by rows."""
+    if _complaint(matrices, False) is None:
+        return False
+    return _complaint(matrices, True) is None or not matrices.row_major
 
 
 def _map(matrices: Matrices, by_columns: bool, box: tuple[int, int], swizzle: int) -> TensorMap:

@@ -22,7 +22,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -30,12 +30,13 @@ from cutlass.utils import hopper_helpers
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.cute_kernels.compile import compile_cute
 from dmuon.kernels.gpu.cute_kernels.symmetric_sm90 import BLOCK, Plan
-from dmuon.kernels.gpu.cute_kernels.symmetric_sm90_tiles import tile_at
+from dmuon.kernels.gpu.cute_kernels.symmetric_sm90_blocks import Blocks
+from dmuon.kernels.gpu.cute_kernels.symmetric_sm90_tiles import coordinates, partition, tile_at
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
-# Named barriers: of each consumer warpgroup's blocks, and of whose turn it is on the tensor cores.
-STAGED, TURN = 1, 4
+# Named barriers of whose turn it is on the tensor cores.
+TURN = 4
 
 
 def build(spec: KernelSpec) -> Binary:
@@ -66,22 +67,21 @@ class SymmetricSm90:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.c_slots, self.stagings = plan.buffers
-        self.dtype, self.out_dtype = DTYPES[plan.dtype], DTYPES[plan.out_dtype]
+        self.dtype = DTYPES[plan.dtype]
+        self.blocks = Blocks(DTYPES[plan.out_dtype], self.stagings)
 
     @cute.jit
     def __call__(self, A: cute.Tensor, B: cute.Tensor, C: cute.Tensor, D: cute.Tensor, ints, floats, stream):
         tile, bk = self.plan.tile, self.plan.bk
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         stage = cute.slice_(self.operand_layout(), (None, None, 0))
-        block = cute.slice_(self.block_layout(1), (None, None, 0))
+        block = cute.slice_(self.blocks.layout(1), (None, None, 0))
         load_a, _ = cpasync.make_tiled_tma_atom(load, A, stage, (tile, bk))
         if const_expr(self.plan.cluster == 1):
             load_b, _ = cpasync.make_tiled_tma_atom(load, B, stage, (tile, bk))
         else:
-            multicast, half = (
-                cpasync.CopyBulkTensorTileG2SMulticastOp(),
-                cute.slice_(self.operand_layout(2), (None, None, 0)),
-            )
+            half = cute.slice_(self.operand_layout(2), (None, None, 0))
+            multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
             load_b, _ = cpasync.make_tiled_tma_atom(multicast, B, half, (tile // 2, bk))
         load_c, _ = cpasync.make_tiled_tma_atom(load, C, block, (BLOCK, BLOCK))
         store_d, _ = cpasync.make_tiled_tma_atom(store, D, block, (BLOCK, BLOCK))
@@ -99,12 +99,6 @@ class SymmetricSm90:
         rows = self.plan.tile // parts
         shape = (rows, rows, self.plan.bk)
         return hopper_helpers.make_smem_layout_a(major, shape, self.dtype, self.plan.stages)
-
-    def block_layout(self, count: int) -> cute.ComposedLayout:
-        """(64, 64, count) of blocks of C or the result in shared memory: rows in pieces of 128 bytes, swizzled."""
-        kind = warpgroup.SmemLayoutAtomKind.K_SW128
-        atom = warpgroup.make_smem_layout_atom(kind, self.out_dtype)
-        return cute.tile_to_shape(atom, (BLOCK, BLOCK, count), order=(0, 1, 2))
 
     @cute.kernel
     def kernel(
@@ -134,12 +128,12 @@ class SymmetricSm90:
         c_full = smem.allocate_array(Int64, self.c_slots * plan.consumers)
         c_empty = smem.allocate_array(Int64, self.c_slots * plan.consumers)
         operand = self.operand_layout()
-        slots = self.block_layout(self.c_slots * plan.consumers)
-        staged = self.block_layout(2 * self.stagings * plan.consumers)
+        slots = self.blocks.layout(self.c_slots * plan.consumers)
+        staged = self.blocks.layout(2 * self.stagings * plan.consumers)
         sA = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
         sB = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
-        sC = smem.allocate_tensor(self.out_dtype, slots.outer, 1024, slots.inner)
-        sD = smem.allocate_tensor(self.out_dtype, staged.outer, 1024, staged.inner)
+        sC = smem.allocate_tensor(self.blocks.dtype, slots.outer, 1024, slots.inner)
+        sD = smem.allocate_tensor(self.blocks.dtype, staged.outer, 1024, staged.inner)
 
         if warp_index == 0:
             with cute.arch.elect_one():
@@ -162,9 +156,8 @@ class SymmetricSm90:
             cute.arch.setmaxregister_decrease(plan.registers[0])
             if warp_index % 4 == 0:
                 self.load_operands(load_a, load_b, sA, sB, full, empty, steps, tiles, schedule)
-            elif warp_index % 4 <= plan.consumers:
-                if has_c != 0:
-                    self.load_blocks(load_c, sC, c_full, c_empty, warp_index % 4 - 1, tiles, schedule)
+            elif warp_index % 4 <= plan.consumers and has_c != 0:
+                self.load_blocks(load_c, sC, c_full, c_empty, warp_index % 4 - 1, tiles, schedule)
         else:
             cute.arch.setmaxregister_increase(plan.registers[1])
             bars = (full, empty, c_full, c_empty)
@@ -185,33 +178,34 @@ class SymmetricSm90:
             i, j, matrix = tile_at(tile, *schedule)
             into_a, from_a = self.partition_operand(load_a, sA, matrix, 1)
             into_b, from_b = self.partition_operand(load_b, sB, matrix, plan.cluster)
-            shared = self.shares_column(tile, tiles, schedule)
+            shared = plan.cluster > 1 and self.shares_column(tile, tiles, schedule)
+            idle = plan.cluster > 1 and tile >= tiles
             for k in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                if tile < tiles:
+                bar = full + stage
+                if idle:
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, plan.stage_bytes)
-                    cute.copy(load_a, from_a[None, i, k], into_a[None, 0, 0, stage], tma_bar_ptr=full + stage)
-                    if const_expr(plan.cluster == 1):
-                        cute.copy(
-                            load_b, from_b[None, j, k], into_b[None, 0, 0, stage], tma_bar_ptr=full + stage
-                        )
-                    else:
-                        for half in range_constexpr(2):
-                            rank = tile % 2
-                            if not shared or rank == half:
-                                cute.copy(
-                                    load_b,
-                                    from_b[None, 2 * j + half, k],
-                                    into_b[None, half, 0, stage],
-                                    tma_bar_ptr=full + stage,
-                                    mcast_mask=Int16(3 if shared else 1 << rank),
-                                )
+                        cute.arch.mbarrier_arrive(bar)
                 else:
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(full + stage)
+                        cute.arch.mbarrier_arrive_and_expect_tx(bar, plan.stage_bytes)
+                    cute.copy(load_a, from_a[None, i, k], into_a[None, 0, 0, stage], tma_bar_ptr=bar)
+                    if const_expr(plan.cluster == 1):
+                        cute.copy(load_b, from_b[None, j, k], into_b[None, 0, 0, stage], tma_bar_ptr=bar)
+                    else:
+                        halves = from_b[None, None, k], into_b[None, None, 0, stage]
+                        self.load_halves(load_b, *halves, bar, j, tile % 2, shared)
                 stage, phase = step(stage, phase, plan.stages)
             tile += cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def load_halves(self, load_b, source, target, bar, j, rank, shared):
+        """B's rows in two halves. Of a shared column each block loads one half, for both."""
+        for half in range_constexpr(2):
+            if not shared or half == rank:
+                blocks = Int16(3 if shared else 1 << rank)
+                piece = source[None, 2 * j + half]
+                cute.copy(load_b, piece, target[None, half], tma_bar_ptr=bar, mcast_mask=blocks)
 
     def first_of_cluster(self, tile):
         """The first of the tiles that the blocks of a cluster work on while one works on ``tile``."""
@@ -220,8 +214,8 @@ class SymmetricSm90:
     @cute.jit
     def shares_column(self, tile, tiles, schedule):
         """Whether the two tiles of a cluster are of one column, so that B serves both."""
-        i, j, matrix = tile_at(tile, *schedule)
-        other_i, other_j, other_matrix = tile_at(tile ^ 1, *schedule)
+        _, j, matrix = tile_at(tile, *schedule)
+        _, other_j, other_matrix = tile_at(tile ^ 1, *schedule)
         return j == other_j and matrix == other_matrix and (tile | 1) < tiles
 
     @cute.jit
@@ -233,7 +227,7 @@ class SymmetricSm90:
         tile, stride = self.tiles_of(group)
         while tile < tiles:
             i, j, matrix = tile_at(tile, *schedule)
-            into, blocks = self.partition_blocks(load_c, sC, matrix)
+            into, blocks = self.blocks.partition(load_c, sC, matrix)
             for r in range_constexpr(plan.rows_of_blocks):
                 row = self.block_row(group, r)
                 for column in range_constexpr(plan.blocks):
@@ -252,7 +246,7 @@ class SymmetricSm90:
         """A consumer warpgroup: multiply and finish its tiles."""
         plan = self.plan
         full, empty, c_full, c_empty = bars
-        mma = self.mma(plan.tile)
+        mma = self.mma()
         mma.set(warpgroup.Field.ACCUMULATE, True)
         # Descriptors of operands are the same for all threads of a warpgroup; the slice of its first thread says so.
         part = mma.get_slice(group * 128 if plan.groups_on_tile > 1 else 0)
@@ -262,10 +256,9 @@ class SymmetricSm90:
 
         stage, phase = Int32(0), Int32(0)
         slot, c_phase, staging = Int32(0), Int32(0), Int32(0)
-        if const_expr(plan.ping_pong):
-            if group == 1:
-                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-                stage, phase = skip(stage, phase, steps, plan.stages)
+        if plan.ping_pong and group == 1:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
+            stage, phase = skip(stage, phase, steps, plan.stages)
         tile, stride = self.tiles_of(group)
         while tile < tiles:
             i, j, matrix = tile_at(tile, *schedule)
@@ -274,24 +267,24 @@ class SymmetricSm90:
                 row = self.block_row(group, r)
                 for column in range_constexpr(plan.blocks):
                     if i != j or column <= row:
-                        block = cute.make_rmem_tensor(self.block_fragment(), Float32)
+                        block = cute.make_rmem_tensor(self.blocks.fragment(), Float32)
                         for e in range_constexpr(cute.size(block)):
                             block[e] = scalars[0] * sums[cute.size(block) * (plan.blocks * r + column) + e]
                         if has_c != 0:
                             place = group * self.c_slots + slot
                             cute.arch.mbarrier_wait(c_full + place, c_phase)
-                            self.add_block(block, sC[None, None, place], scalars[1])
+                            self.blocks.add(block, sC[None, None, place], scalars[1])
+                            cute.arch.sync_warp()
                             with cute.arch.elect_one():
                                 cute.arch.mbarrier_arrive(c_empty + place)
                             slot, c_phase = step(slot, c_phase, self.c_slots)
                         at = i * plan.blocks + row, j * plan.blocks + column, matrix
                         diagonal = row == column and i == j
-                        self.store_block(store_d, block, sD, group, staging, at, diagonal, scalars[2])
+                        self.blocks.store(store_d, block, sD, group, staging, at, diagonal, scalars[2])
                         staging = (staging + 1) % self.stagings
             tile += stride
-        if const_expr(plan.cluster > 1):
-            if self.first_of_cluster(tile) < tiles:
-                self.pass_over(full, empty, steps, stage, phase)
+        if plan.cluster > 1 and self.first_of_cluster(tile) < tiles:
+            self.pass_over(full, empty, steps, stage, phase)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -341,78 +334,13 @@ class SymmetricSm90:
             if lane < self.plan.cluster:
                 cute.arch.mbarrier_arrive(empty, lane)
 
-    @cute.jit
-    def add_block(self, block, sC, beta):
-        """block += beta * C."""
-        c = cute.make_rmem_tensor(block.layout, self.out_dtype)
-        copy = cute.make_tiled_copy_C(self.row_copy(warp.LdMatrix8x8x16bOp), self.mma(BLOCK))
-        part = copy.get_slice(cute.arch.thread_idx()[0] % 128)
-        cute.copy(copy, part.partition_S(sC), part.retile(c))
-        block.store(block.load() + beta * c.load().to(Float32))
-
-    @cute.jit
-    def store_block(self, store_d, block, sD, group, staging, at, diagonal, diag):
-        """Write a block and its transpose; of a block on the diagonal its lower half, to both sides."""
-        thread = cute.arch.thread_idx()[0] % 128
-        leader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
-        place = 2 * (group * self.stagings + staging)
-        here, mirror = sD[None, None, place], sD[None, None, place + 1]
-        if leader:
-            cute.arch.cp_async_bulk_wait_group(self.stagings - 1, read=True)
-        cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=128)
-        if diagonal:
-            part = self.mma(BLOCK).get_slice(thread)
-            lower, upper = part.partition_C(here), part.partition_C(transposed(here))
-            places = part.partition_C(cute.make_identity_tensor((BLOCK, BLOCK)))
-            for e in range_constexpr(cute.size(block)):
-                y, x = places[e]
-                value = block[e]
-                if y == x:
-                    value += diag
-                if y >= x:
-                    lower[e] = value.to(self.out_dtype)
-                    upper[e] = value.to(self.out_dtype)
-        else:
-            values = cute.make_rmem_tensor(block.layout, self.out_dtype)
-            values.store(block.load().to(self.out_dtype))
-            rows = cute.make_tiled_copy_C(self.row_copy(warp.StMatrix8x8x16bOp), self.mma(BLOCK))
-            part = rows.get_slice(thread)
-            cute.copy(rows, part.retile(values), part.partition_D(here))
-            columns = cute.make_tiled_copy_C(self.column_copy(), self.mma(BLOCK))
-            part = columns.get_slice(thread)
-            cute.copy(columns, part.retile(values), part.partition_D(transposed(mirror)))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=128)
-        if leader:
-            source, blocks = self.partition_blocks(store_d, sD, at[2])
-            cute.copy(store_d, source[None, place], blocks[None, at[0], at[1]])
-            if not diagonal:
-                cute.copy(store_d, source[None, place + 1], blocks[None, at[1], at[0]])
-            cute.arch.cp_async_bulk_commit_group()
-
-    def mma(self, columns: int) -> cute.TiledMma:
-        """wgmma over 64 rows for each warpgroup of a tile; over one block of 64 columns, by one warpgroup."""
+    def mma(self) -> cute.TiledMma:
+        """wgmma over 64 rows of a tile for each of its warpgroups."""
         major = OperandMajorMode.MN if self.plan.column_major else OperandMajorMode.K
-        groups = self.plan.groups_on_tile if columns == self.plan.tile else 1
+        groups = (self.plan.groups_on_tile, 1, 1)
         return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major, major, Float32, (groups, 1, 1), tiler_mn=(64, columns)
+            self.dtype, self.dtype, major, major, Float32, groups, tiler_mn=(64, self.plan.tile)
         )
-
-    def block_fragment(self):
-        """Shape of a thread's part of a block."""
-        return self.mma(BLOCK).get_slice(0).partition_shape_C((BLOCK, BLOCK))
-
-    def row_copy(self, matrix_op):
-        """Moves along rows of a block: by 8x8 matrices of 16-bit elements, or by two 32-bit elements."""
-        if self.out_dtype.width == 16:
-            return cute.make_copy_atom(matrix_op(False, 4), self.out_dtype)
-        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out_dtype, num_bits_per_copy=64)
-
-    def column_copy(self):
-        """Moves down columns of a block."""
-        if self.out_dtype.width == 16:
-            return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.out_dtype)
-        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out_dtype, num_bits_per_copy=32)
 
     def tiles_of(self, group):
         """First tile of a consumer warpgroup, and the way to its next."""
@@ -430,30 +358,6 @@ class SymmetricSm90:
         shape = self.plan.tile // parts, self.plan.bk
         tiles = cute.local_tile(coordinates(self.plan.column_major)[None, None, matrix], shape, (None, None))
         return partition(atom, cute.flat_divide(shared, shape), tiles)
-
-    def partition_blocks(self, atom, shared, matrix):
-        """Shared places and global (row, column) of blocks."""
-        blocks = cute.local_tile(coordinates(False)[None, None, matrix], (BLOCK, BLOCK), (None, None))
-        return partition(atom, shared, blocks)
-
-
-def partition(atom, shared, tiles):
-    one = cute.make_layout(1)
-    return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
-
-
-def coordinates(column_major):
-    """What TMA is told for element (row, column, matrix). The descriptors know the true shapes and clip."""
-    huge = (1 << 30,) * 3
-    e0, e1, e2 = (cute.E(axis) for axis in range(3))
-    layout = cute.make_layout(huge, stride=(e0, e1, e2) if column_major else (e1, e0, e2))
-    return cute.make_tensor(cute.make_identity_tensor(huge).iterator, layout)
-
-
-def transposed(block):
-    """A (64, 64) view of a block by (column, row)."""
-    layout = block.layout
-    return cute.make_tensor(block.iterator, cute.select(layout, mode=[1, 0]))
 
 
 @cute.jit

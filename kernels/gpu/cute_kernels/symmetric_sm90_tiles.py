@@ -1,10 +1,11 @@
-"""Device side: the order in which persistent blocks take the tiles of lower triangles."""
+"""Device side: the order of the tiles of lower triangles, and where tiles lie in global and shared memory."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
 
 @cute.jit
@@ -46,3 +47,17 @@ def triangle_row(tile: Int32):
 def triangle(rows: Int32):
     """Tiles of a triangle of ``rows`` rows, in 64 bits."""
     return Int64(rows) * (Int64(rows) + 1) // 2
+
+
+def partition(atom, shared, tiles):
+    """Shared and global sides of TMA copies: the first two modes become the copied one, the others count copies."""
+    one = cute.make_layout(1)
+    return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+
+
+def coordinates(column_major):
+    """What TMA is told for element (row, column, matrix). The descriptors know the true shapes and clip."""
+    huge = (1 << 30,) * 3
+    e0, e1, e2 = (cute.E(axis) for axis in range(3))
+    layout = cute.make_layout(huge, stride=(e0, e1, e2) if column_major else (e1, e0, e2))
+    return cute.make_tensor(cute.make_identity_tensor(huge).iterator, layout)
