@@ -1,0 +1,324 @@
+"""Device side of the whole Newton–Schulz iteration of small matrices, one thread block per matrix. Imports Triton.
+
+In Gluon, Triton's language of explicit layouts: R, P and every Q lie in shared memory as padded (M, M) arrays, and
+each product reads its operands from there. Plain Triton would keep them in registers, which m = 128 overflows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from dmuon.kernels.gpu.arch import arch_named
+from dmuon.kernels.gpu.binary import Binary, KernelSpec
+from dmuon.kernels.gpu.ptx_text import entry_of, params_of, threads_of
+
+_TINY = gl.constexpr(1.1754943508222875e-38)
+
+
+@gluon.jit
+def _matrix(
+    base, line, columns, batch_stride, DTYPE: gl.constexpr, RAGGED: gl.constexpr, ALIGNED: gl.constexpr
+):
+    """This thread block's matrix: its first element, the elements between its lines, and its columns."""
+    index = gl.program_id(0).to(gl.int64)
+    if RAGGED:
+        record = base + 3 * index
+        first = gl.load(record).to(gl.pointer_type(DTYPE))
+        columns = gl.load(record + 1).to(gl.int32)
+        line = gl.load(record + 2).to(gl.int32)
+    else:
+        first = base + index * batch_stride
+    if ALIGNED:
+        # Rounding down to whole 16 bytes changes nothing, and tells the compiler that accesses may be so wide.
+        lanes: gl.constexpr = 128 // DTYPE.primitive_bitwidth
+        first = gl.multiple_of(first, 16)
+        line = line // lanes * lanes
+        columns = columns // lanes * lanes
+    return first, line, columns
+
+
+@gluon.jit
+def _tile(
+    first,
+    line,
+    m,
+    columns,
+    start,
+    M: gl.constexpr,
+    PANEL: gl.constexpr,
+    ROW_MAJOR: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Addresses of the (M, PANEL) elements from column ``start`` on, and which of them exist."""
+    i = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))[:, None]
+    j = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
+    inside = (i < m) & (j < columns - start)
+    offsets = i * line + j if ROW_MAJOR else j * line + i
+    return first + start.to(gl.int64) * (1 if ROW_MAJOR else line) + offsets, inside
+
+
+@gluon.jit
+def _write(value, shared, WARPGROUP: gl.constexpr):
+    """Round ``value`` into shared memory, for the products that come."""
+    shared.store(value.to(shared.dtype))
+    if WARPGROUP:
+        fence_async_shared()
+
+
+@gluon.jit
+def _product(A, B, total, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr, ADD: gl.constexpr = False):
+    """A B for A and B in shared memory, added to ``total`` with ADD; else only the layout of ``total`` counts."""
+    if WARPGROUP:
+        total = warpgroup_mma(A, B, total, use_acc=ADD)
+    else:
+        layout: gl.constexpr = total.type.layout
+        inner: gl.constexpr = A.shape[1]
+        if not ADD:
+            total = gl.zeros_like(total)
+        for k in gl.static_range(0, inner, DEPTH):
+            a = A.slice(k, DEPTH, 1).load(gl.DotOperandLayout(0, layout, 2))
+            b = B.slice(k, DEPTH, 0).load(gl.DotOperandLayout(1, layout, 2))
+            total = mma_v2(a, b, total)
+    return total
+
+
+@gluon.jit
+def _polynomial(
+    R,
+    P,
+    Q,
+    m,
+    zero,
+    STEPS: gl.constexpr,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    DEPTH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+):
+    """Fill Q with the product of COUNT step polynomials of R; a lone step's lacks its a·I, left to whom applies it.
+
+    R is lost, and P too. ``zero`` is an (M, M) accumulator.
+    """
+    layout: gl.constexpr = zero.type.layout
+    M: gl.constexpr = zero.shape[0]
+    for k in gl.static_range(COUNT):
+        last = Q if k == 0 else P
+        value = STEPS[3 * (FIRST + k) + 2] * _product(R, R, zero, DEPTH, WARPGROUP)
+        value += STEPS[3 * (FIRST + k) + 1] * R.load(layout).to(gl.float32)
+        if COUNT > 1:
+            i = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
+            j = gl.arange(0, M, gl.SliceLayout(0, layout))[None, :]
+            # Not on the padding, where powers of a could overflow and make NaN of its zeros.
+            value += gl.where((i == j) & (i < m), STEPS[3 * (FIRST + k)], 0.0)
+        _write(value, last, WARPGROUP)
+        if k > 0:
+            # All of P Q, not half: else P and Q would cease to commute. The sum is complete before it is written.
+            _write(_product(P, Q, zero, DEPTH, WARPGROUP), Q, WARPGROUP)
+        if k < COUNT - 1:
+            _write(_product(R, last, zero, DEPTH, WARPGROUP), R, WARPGROUP)
+            _write(_product(last, R, zero, DEPTH, WARPGROUP), R, WARPGROUP)
+
+
+@gluon.jit
+def small_gram_ns(
+    X,
+    out,
+    m,
+    n,
+    x_batch,
+    x_line,
+    out_batch,
+    out_line,
+    STEPS: gl.constexpr,
+    FIRSTS: gl.constexpr,
+    COUNTS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    X_DTYPE: gl.constexpr,
+    OUT_DTYPE: gl.constexpr,
+    NORMALIZE: gl.constexpr,
+    RAGGED: gl.constexpr,
+    X_ALIGNED: gl.constexpr,
+    OUT_ALIGNED: gl.constexpr,
+    X_ROW_MAJOR: gl.constexpr,
+    OUT_ROW_MAJOR: gl.constexpr,
+    M: gl.constexpr,
+    PANEL: gl.constexpr,
+    DEPTH: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    SQUARE: gl.constexpr,
+    WIDE: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr,
+):
+    SEGMENTS: gl.constexpr = len(COUNTS)
+    x_first, x_line, n = _matrix(X, x_line, n, x_batch, X_DTYPE, RAGGED, X_ALIGNED)
+    out_first, out_line, n_out = _matrix(out, out_line, n, out_batch, OUT_DTYPE, RAGGED, OUT_ALIGNED)
+    largest, norm = 1.0, 1.0
+    if NORMALIZE:
+        # As dmuon.kernels.normalize: by the largest element, then by the norm; a zero stays zero. The maximum
+        # passes over NaN, which then poisons its matrix in R.
+        tile = gl.zeros((M, PANEL), gl.float32, X_LAYOUT)
+        for start in range(0, n, PANEL):
+            addresses, inside = _tile(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            tile = gl.maximum(tile, gl.abs(gl.load(addresses, inside, other=0.0).to(gl.float32)))
+        largest = gl.maximum(gl.max(gl.max(tile, 1), 0), _TINY)
+        tile = gl.zeros((M, PANEL), gl.float32, X_LAYOUT)
+        for start in range(0, n, PANEL):
+            addresses, inside = _tile(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            scaled = gl.load(addresses, inside, other=0.0).to(gl.float32) / largest
+            tile += scaled * scaled
+        norm = gl.maximum(gl.sqrt(gl.sum(gl.sum(tile, 1), 0)), _TINY)
+
+    matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, M], DTYPE)
+    panel: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, PANEL], DTYPE)
+    loaded: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, PANEL], DTYPE, transposed=not X_ROW_MAJOR)
+    Qs = gl.allocate_shared_memory(DTYPE, [SEGMENTS, M, M], matrix)
+    zero = gl.zeros((M, M), gl.float32, SQUARE)
+    for segment in gl.static_range(SEGMENTS + 1):
+        R = zero
+        Xs = gl.allocate_shared_memory(DTYPE, [M, PANEL], loaded)
+        Ys = gl.allocate_shared_memory(DTYPE, [M, PANEL], panel)
+        addresses, inside = _tile(x_first, x_line, m, n, n * 0, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+        ahead = gl.load(addresses, inside, other=0.0)
+        for start in range(0, n, PANEL):
+            value = ahead
+            addresses, inside = _tile(x_first, x_line, m, n, start + PANEL, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            ahead = gl.load(addresses, inside, other=0.0)
+            if NORMALIZE:
+                value = value.to(gl.float32) / largest / norm
+            _write(value, Xs, WARPGROUP)
+            # What earlier segments made of X is made again from X: cheaper than to write it and read it back.
+            now = Xs
+            for k in gl.static_range(segment):
+                total = gl.zeros((M, PANEL), gl.float32, WIDE)
+                if COUNTS[k] == 1:
+                    total = STEPS[3 * FIRSTS[k]] * now.load(WIDE).to(gl.float32)
+                total = _product(Qs.index(k), now, total, DEPTH, WARPGROUP, COUNTS[k] == 1)
+                if k < SEGMENTS - 1:
+                    _write(total, Ys, WARPGROUP)
+                    now = Ys
+                else:
+                    addresses, inside = _tile(
+                        out_first, out_line, m, n_out, start, M, PANEL, OUT_ROW_MAJOR, OUT_LAYOUT
+                    )
+                    # Rounded as a working matrix first, whatever the result's dtype.
+                    result = total.to(DTYPE).to(OUT_DTYPE)
+                    gl.store(addresses, gl.convert_layout(result, OUT_LAYOUT), inside)
+            if segment < SEGMENTS:
+                R = _product(now, now.permute((1, 0)), R, DEPTH, WARPGROUP, True)
+        if segment < SEGMENTS:
+            Rs = gl.allocate_shared_memory(DTYPE, [M, M], matrix)
+            Ps = gl.allocate_shared_memory(DTYPE, [M, M], matrix)
+            _write(R, Rs, WARPGROUP)
+            _polynomial(
+                Rs, Ps, Qs.index(segment), m, zero, STEPS, FIRSTS[segment], COUNTS[segment], DEPTH, WARPGROUP
+            )
+
+
+_DTYPES = {"fp32": gl.float32, "fp16": gl.float16, "bf16": gl.bfloat16}
+_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
+
+
+def build(spec: KernelSpec) -> Binary:
+    """Compile the kernel that ``spec`` describes."""
+    options = spec.options
+    side, panel, warps = options["side"], options["panel"], options["warps"]
+    # Warpgroup instructions exist on sm_90a alone, for 64 rows and more.
+    warpgroup = spec.arch == "sm_90a" and side >= 64
+    firsts = [sum(options["segments"][:k]) for k in range(len(options["segments"]))]
+    constexprs = {
+        "STEPS": tuple(value for step in options["steps"] for value in step),
+        "FIRSTS": tuple(firsts),
+        "COUNTS": tuple(options["segments"]),
+        "DTYPE": _DTYPES[options["dtype"]],
+        "X_DTYPE": _DTYPES[options["x_dtype"]],
+        "OUT_DTYPE": _DTYPES[options["out_dtype"]],
+        "NORMALIZE": options["normalize"],
+        "RAGGED": options["ragged"],
+        "X_ALIGNED": options["x_aligned"],
+        "OUT_ALIGNED": options["out_aligned"],
+        "X_ROW_MAJOR": options["x_row_major"],
+        "OUT_ROW_MAJOR": options["out_row_major"],
+        "M": side,
+        "PANEL": panel,
+        "DEPTH": min(side, 32),
+        "WARPGROUP": warpgroup,
+        "SQUARE": _accumulator(side, side, warps, warpgroup),
+        "WIDE": _accumulator(side, panel, warps, warpgroup),
+        "X_LAYOUT": _access(
+            side, panel, warps, options["x_row_major"], options["x_dtype"], options["x_aligned"]
+        ),
+        "OUT_LAYOUT": _access(
+            side, panel, warps, options["out_row_major"], options["out_dtype"], options["out_aligned"]
+        ),
+    }
+    table = options["ragged"]
+    signature = {
+        "X": "*i64" if table else f"*{options['x_dtype']}",
+        "out": "*i64" if table else f"*{options['out_dtype']}",
+        "m": "i32",
+        "n": "i32",
+        "x_batch": "i64",
+        "x_line": "i32",
+        "out_batch": "i64",
+        "out_line": "i32",
+    }
+    return _compile(spec, signature, constexprs, warps)
+
+
+def _compile(
+    spec: KernelSpec, signature: Mapping[str, str], constexprs: Mapping[str, Any], warps: int
+) -> Binary:
+    """As compile_triton, for Gluon."""
+    types = {name: signature.get(name, "constexpr") for name in small_gram_ns.arg_names}
+    source = GluonASTSource(small_gram_ns, types, dict(constexprs))
+    options = {"num_warps": warps, "num_ctas": 1, "enable_fp_fusion": True}
+    major, minor = arch_named(spec.arch).capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        compiled = triton.compile(source, target=target, options=options)
+    ptx = compiled.asm["ptx"]
+    return Binary(
+        spec=spec,
+        entry=entry_of(ptx),
+        threads=threads_of(ptx),
+        shared_bytes=compiled.metadata.shared,
+        params=params_of(ptx),
+        ptx=ptx,
+        cubin=compiled.asm["cubin"],
+    )
+
+
+def _accumulator(rows: int, columns: int, warps: int, warpgroup: bool) -> gl.NVMMADistributedLayout:
+    """How a product's (rows, columns) lie in the registers of the warps."""
+    down = min(rows // 16, warps)
+    across = warps // down
+    if warpgroup:
+        return gl.NVMMADistributedLayout([3, 0], [down, across], [16, columns // across, 16])
+    if warps == 8:
+        # Squarer shares read less of both operands.
+        down, across = 4, 2
+    return gl.NVMMADistributedLayout([2, 0], [down, across], [16, 8])
+
+
+def _access(
+    rows: int, columns: int, warps: int, row_major: bool, dtype: str, aligned: bool
+) -> gl.BlockedLayout:
+    """How threads share the accesses to a (rows, columns) panel in memory: along its lines, 16 bytes each."""
+    lanes = 128 // _BITS[dtype] if aligned else 1
+    along = min(32, (columns if row_major else rows) // lanes)
+    if row_major:
+        return gl.BlockedLayout([1, lanes], [32 // along, along], [warps, 1], [1, 0])
+    return gl.BlockedLayout([lanes, 1], [along, 32 // along], [1, warps], [0, 1])
