@@ -19,6 +19,7 @@ class Arch:
         shared_bytes_per_sm: shared memory of a multiprocessor that blocks divide among them (each block costs
             1 KiB more than it asks for).
         threads_per_sm: resident threads of a multiprocessor.
+        blocks_per_sm: resident blocks of a multiprocessor.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Arch:
     shared_bytes: int
     shared_bytes_per_sm: int
     threads_per_sm: int
+    blocks_per_sm: int
 
     registers_per_sm = 65536
     registers_per_thread = 255
@@ -35,13 +37,13 @@ class Arch:
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        Arch("sm_80", (8, 0), 163 << 10, 164 << 10, 2048),
-        Arch("sm_86", (8, 6), 99 << 10, 100 << 10, 1536),
-        Arch("sm_89", (8, 9), 99 << 10, 100 << 10, 1536),
-        Arch("sm_90a", (9, 0), 227 << 10, 228 << 10, 2048),
-        Arch("sm_100a", (10, 0), 227 << 10, 228 << 10, 2048),
-        Arch("sm_103a", (10, 3), 227 << 10, 228 << 10, 2048),
-        Arch("sm_120a", (12, 0), 99 << 10, 100 << 10, 1536),
+        Arch("sm_80", (8, 0), 163 << 10, 164 << 10, 2048, 32),
+        Arch("sm_86", (8, 6), 99 << 10, 100 << 10, 1536, 16),
+        Arch("sm_89", (8, 9), 99 << 10, 100 << 10, 1536, 24),
+        Arch("sm_90a", (9, 0), 227 << 10, 228 << 10, 2048, 32),
+        Arch("sm_100a", (10, 0), 227 << 10, 228 << 10, 2048, 32),
+        Arch("sm_103a", (10, 3), 227 << 10, 228 << 10, 2048, 32),
+        Arch("sm_120a", (12, 0), 99 << 10, 100 << 10, 1536, 24),
     )
 }
 """By name."""
