@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
 
 import torch
@@ -20,6 +21,40 @@ def milliseconds(run: Callable[[], object], repeats: int, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3 / repeats
+
+
+SAMPLE_MS = 4.0
+"""What a quicker run is repeated for, to be one sample."""
+
+
+def typical_ms(run: Callable[[], object], rounds: int, device: str) -> float:
+    """Median milliseconds of ``run`` over ``rounds`` samples."""
+    repeats = _repeats(run, device)
+    return median(milliseconds(run, repeats, device) for _ in range(rounds))
+
+
+def in_turn(
+    runs: Mapping[str, Callable[[], object]], rounds: int, limit_s: float, device: str
+) -> dict[str, float]:
+    """Median milliseconds of each, all of them in every round."""
+    samplers = {name: partial(milliseconds, run, _repeats(run, device), device) for name, run in runs.items()}
+    return {name: median(times) for name, times in interleave(samplers, rounds, limit_s, 2).items()}
+
+
+def host_us(run: Callable[[], object], device: str) -> float:
+    """Median microseconds until ``run`` returns to the host, with an idle device before it."""
+    samples = []
+    for _ in range(20):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return median(samples)
+
+
+def _repeats(run: Callable[[], object], device: str) -> int:
+    return max(1, int(SAMPLE_MS / max(milliseconds(run, 2, device), 1e-3)))
 
 
 @dataclass(frozen=True)
