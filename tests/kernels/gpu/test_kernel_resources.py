@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(256) kernel(float *x, const uint4 *
     __shared__ float s[300];
     s[threadIdx.x] = x[threadIdx.x];
     __syncthreads();
-    volatile float a[32];
-    for (int i = 0; i < 32; i++) a[i] = s[i] * x[i];
+    float a[32];
+    for (int i = 0; i < 99; i++) a[int(x[i]) & 31] += s[i];
     x[threadIdx.x] = a[int(x[0]) & 31] + s[255 - threadIdx.x];
     z[threadIdx.x] = y[threadIdx.x];
 }
