@@ -144,6 +144,7 @@ class _Load:
     blocks: list[int]
     barriers: list[tuple[int, int]]
     size: int
+    thread: int
     what: str
 
 
@@ -171,13 +172,20 @@ class Engine:
     def reset(self) -> None:
         self.loads: list[_Load] = []
         self.groups: dict[int, list[list[_Store]]] = {}
+        self.committed: dict[int, int] = {}
 
     # Loads
 
     def load(self, load: _Load) -> bool:
         """Issues a load; whether a barrier's phase ended."""
-        self.machine.report.tma_bytes += load.size * len(load.blocks)
-        if self.machine.postponed():
+        machine, history = self.machine, self.machine.history
+        machine.report.tma_bytes += load.size * len(load.blocks)
+        for block, (owner, offset) in zip(load.blocks, load.barriers, strict=True):
+            barrier = self.barriers.at(owner, offset)
+            barrier.actor = history.load_actor(owner, offset)
+            warp = int(machine.warp[load.thread])
+            history.load_writes(block, load.offset, load.size, warp, barrier.actor, barrier.phase + 1)
+        if machine.postponed():
             self.loads.append(load)
             return False
         return self._land(load)
@@ -201,6 +209,7 @@ class Engine:
     def store(self, thread: int, store: _Store) -> None:
         self.machine.report.tma_bytes += store.size
         self.groups.setdefault(thread, [[]])[-1].append(store)
+        self._note(thread, store.block, self._chunks(store.offset, store.size, store.swizzle, "TMA store"))
         if not self.machine.postponed():
             self._take(store)
 
@@ -208,11 +217,18 @@ class Engine:
         """Reads the source."""
         if store.taken is None:
             places = self._chunks(store.offset, store.size, store.swizzle, "TMA store")
-            self.machine.proxies.check(store.block, places * 16, 16, "a bulk store")
             store.taken = self.machine.shared.views[16][store.block, places]
+
+    def _note(self, thread: int, block: int, places: Any) -> None:
+        """Records that the open group of the thread reads 16-byte chunks."""
+        history, warp = self.machine.history, int(self.machine.warp[thread])
+        tick = self.committed.get(thread, 0) + 1
+        actor = history.bulk_first + warp
+        history.actor_reads(block, places * 16, 16, np.array([warp]), actor, tick, "a bulk store")
 
     def commit(self, thread: int) -> None:
         self.groups.setdefault(thread, [[]]).append([])
+        self.committed[thread] = self.committed.get(thread, 0) + 1
 
     def wait(self, thread: int, left: int, reading: bool) -> None:
         """Until at most ``left`` groups of the thread are in flight (or still read, if ``reading``)."""
@@ -225,6 +241,8 @@ class Engine:
                     store.write(store.taken)
         if not reading and over > 0:
             del groups[:over]
+        history, warp = self.machine.history, int(self.machine.warp[thread])
+        history.knows(warp, history.bulk_first + warp, self.committed.get(thread, 0) - left)
 
     # Time
 
@@ -301,6 +319,7 @@ def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
                         offset,
                         *targets,
                         source.box_bytes,
+                        lane,
                         statement.text,
                     )
                 )
@@ -386,7 +405,7 @@ def bulk_copy(machine: Machine, statement: Instruction) -> Closure:
 
             else:
                 read = _shared_reader(machine, source(one), one, count)
-            woke |= engine.load(_Load(read, 0, int(places[0]) * 16, *targets, count, statement.text))
+            woke |= engine.load(_Load(read, 0, int(places[0]) * 16, *targets, count, lane, statement.text))
         return AGAIN if woke else None
 
     return run
@@ -397,7 +416,6 @@ def _shared_reader(machine: Machine, address: Any, lane: Any, count: int) -> Any
     chunks = int(places[0]) + np.arange(count // 16)
 
     def read() -> Any:
-        machine.proxies.check(int(blocks[0]), chunks * 16, 16, "a bulk copy")
         return machine.shared.views[16][int(blocks[0]), chunks].copy()
 
     return read

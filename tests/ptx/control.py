@@ -86,7 +86,7 @@ def nothing(machine: Machine, statement: Instruction) -> Closure:
 
 @instruction("fence.proxy.async")
 def fence_proxy(machine: Machine, statement: Instruction) -> Closure:
-    return lambda mask: machine.proxies.fence(mask)
+    return lambda mask: machine.history.fence(mask)
 
 
 # Barriers of a block. A barrier holds the number of threads that have arrived; a thread that waits for one has the
@@ -131,7 +131,7 @@ def block_barrier(machine: Machine, statement: Instruction) -> Closure:
             block, barrier = divmod(key, 16)
             mine = lanes[keys == key]
             machine.arrived[block, barrier] += mine.size
-            machine.barrier_warps.setdefault(key, []).append(machine.warp[mine])
+            machine.barrier_warps.setdefault(key, []).append(np.unique(machine.warp[mine]))
             expected = None if count is None else int(np.broadcast_to(count, (machine.threads,))[mine[0]])
             if expected is not None and expected % 32:
                 raise RuntimeError(f"a barrier for {expected} threads, which is no multiple of 32")
@@ -159,8 +159,8 @@ def _release(machine: Machine, block: int, barrier: int, result: Any) -> None:
     machine.state[waiting] = _RUNNING
     machine.barrier[waiting] = -1
     machine.arrived[block, barrier] = 0
-    warps = np.unique(np.concatenate(machine.barrier_warps.pop(block * 16 + barrier)))
-    machine.proxies.synchronised(warps)
+    publishers = np.unique(np.concatenate(machine.barrier_warps.pop(block * 16 + barrier)))
+    machine.history.meet(publishers, np.unique(machine.warp[waiting]))
     if result is not None:
         result.deliver(waiting)
 
@@ -229,7 +229,8 @@ def _release_clusters(machine: Machine) -> bool:
         machine.cluster_arrived[part] = False
         machine.cluster_passed[part] = live[cluster] & ~waiting
         machine.state[part][waiting] = _RUNNING
-        machine.proxies.synchronised(np.arange(part.start // 32, part.stop // 32))
+        warps = np.arange(part.start // 32, part.stop // 32)
+        machine.history.meet(warps, warps)
     return True
 
 

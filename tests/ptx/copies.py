@@ -26,6 +26,7 @@ class _Copy:
     target: Any
     size: int
     read: Any
+    landed: bool = False
 
 
 class Copies:
@@ -40,10 +41,11 @@ class Copies:
         self.open = np.zeros(self.machine.threads, np.int64)
 
     def issue(self, copy: _Copy) -> None:
-        if self.machine.postponed():
-            self.pending.append(copy)
-        else:
+        self._write(copy, slice(None))
+        if not self.machine.postponed():
             self._land(copy, slice(None))
+            copy.landed = True
+        self.pending.append(copy)
 
     def complete(self, limit: Any) -> None:
         """Ends the copies of groups below each thread's ``limit``."""
@@ -51,22 +53,35 @@ class Copies:
         for copy in self.pending:
             over = copy.group < limit[copy.lanes]
             count = np.count_nonzero(over)
-            if count == over.size:
-                self._land(copy, slice(None))
-            else:
-                if count:
-                    self._land(copy, over)
-                    rest = ~over
-                    copy = _Copy(
+            if count:
+                self._end(copy, slice(None) if count == over.size else over)
+            if count < over.size:
+                rest = ~over
+                kept.append(
+                    _Copy(
                         copy.lanes[rest],
                         copy.group[rest],
                         copy.source[rest],
                         copy.target[rest],
                         copy.size,
                         copy.read[rest],
+                        copy.landed,
                     )
-                kept.append(copy)
+                )
         self.pending = kept
+
+    def _end(self, copy: _Copy, part: Any) -> None:
+        """Whenever it landed, nobody may count on it before now."""
+        if copy.landed:
+            self._write(copy, part)
+        else:
+            self._land(copy, part)
+
+    def _write(self, copy: _Copy, part: Any) -> None:
+        """Notes the write without doing it."""
+        machine, lanes = self.machine, copy.lanes[part]
+        blocks, places = machine.shared_places(copy.target[part], lanes, copy.size, "cp.async")
+        machine.history.write(blocks, places * copy.size, copy.size, lanes)
 
     def _land(self, copy: _Copy, part: Any) -> None:
         machine, size = self.machine, copy.size
@@ -95,7 +110,10 @@ class Copies:
     def advance(self, rng: Any) -> bool:
         """Copies end at waits only; nobody waits for them asleep."""
         if rng is not None and self.pending and rng.random() < 0.5:
-            self._land(self.pending.pop(int(rng.integers(len(self.pending)))), slice(None))
+            copy = self.pending[int(rng.integers(len(self.pending)))]
+            if not copy.landed:
+                self._land(copy, slice(None))
+                copy.landed = True
         return False
 
     def finish(self) -> None:

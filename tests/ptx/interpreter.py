@@ -28,8 +28,9 @@ def run(
     *,
     seed: int | None = None,
     late: bool | None = None,
+    races: bool = True,
     resident: int | None = None,
-    max_steps: int = 20_000_000,
+    max_steps: int = 3_000_000,
 ) -> Report:
     """Performs ``launch`` on the tensors of ``memory``.
 
@@ -41,6 +42,8 @@ def run(
             ``None`` blocks run in order, all warps in lockstep, and asynchronous work as late as it may.
         late: whether asynchronous work happens as late (``True``) or as early (``False``) as it may, whatever the
             seed.
+        races: whether accesses to shared memory that no barrier orders are errors; kernels that synchronise by other
+            means need ``False``.
         resident: clusters (blocks) that run at a time; kernels whose blocks wait for each other need all of them.
         max_steps: statements of groups of warps after which a kernel is taken to hang.
 
@@ -49,6 +52,7 @@ def run(
 
     Raises:
         IndexError: an access out of bounds or not aligned, with address and statement.
+        ptx.Race: two accesses to shared memory, one a write, with nothing that orders them.
         ptx.Deadlock: threads wait for what nobody does.
         NotImplementedError: a statement that is not understood was reached.
         RuntimeError: a rule of PTX was broken.
@@ -80,7 +84,18 @@ def run(
     regions = len(memory.regions)
     with np.errstate(all="ignore"):
         machine = Machine(
-            program, shape, launch.grid, binary.shared_bytes, memory, params, offsets, maps, rng, late, report
+            program,
+            shape,
+            launch.grid,
+            binary.shared_bytes,
+            memory,
+            params,
+            offsets,
+            maps,
+            rng,
+            late,
+            races,
+            report,
         )
         for first in range(0, len(clusters), shape.resident):
             part = clusters[first : first + shape.resident]

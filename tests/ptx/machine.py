@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmuon.kernels.gpu.binary import TensorMap
+from ptx.history import History
 from ptx.memory import Local, Memory, Shared
 from ptx.program import (
     Address,
@@ -27,7 +28,6 @@ from ptx.program import (
     Vector,
     integer,
 )
-from ptx.proxies import ProxyTracker
 from ptx.report import Report
 from ptx.table import Closure, Mask, close, lanes_of
 from ptx.types import DTYPES, UNSIGNED, Array, bytes_of
@@ -82,6 +82,7 @@ class Machine:
         tensor_maps: dict[int, TensorMap],
         rng: np.random.Generator | None,
         late: bool | None,
+        races: bool,
         report: Report,
     ) -> None:
         self.program, self.shape, self.grid, self.memory, self.report = program, shape, grid, memory, report
@@ -119,7 +120,8 @@ class Machine:
         self.barrier = np.full(self.threads, -1, np.int64)
         self.cluster_arrived = np.zeros(self.threads, np.bool_)
         self.cluster_passed = np.zeros(self.threads, np.bool_)
-        self.proxies = ProxyTracker(self)
+        self.index = 0
+        self.history = History(self, races)
         self.units: dict[str, Any] = {}
         self.code: list[Closure] = [close(self, statement) for statement in program.code]
         self._fuse()
@@ -233,7 +235,7 @@ class Machine:
         for kind, file in self.files.items():
             # What is read before it is written must not pass for a zero.
             file.view(np.uint8)[:] = 0 if kind == "pred" else 0xFF
-        self.proxies.reset()
+        self.history.reset()
         for unit in self.units.values():
             unit.reset()
 
@@ -376,6 +378,7 @@ class Machine:
         """Items of ``size`` bytes, one for each thread of ``lanes``."""
         if space == "shared":
             blocks, places = self.shared_places(addresses, lanes, size, what)
+            self.history.read(blocks, places * size, size, lanes)
             return self.shared.views[size][blocks, places]
         if space in ("global", "const"):
             return self.memory.load(addresses, size, what)
@@ -395,7 +398,7 @@ class Machine:
         if space == "shared":
             blocks, places = self.shared_places(addresses, lanes, size, what)
             self.shared.views[size][blocks, places] = values
-            self.proxies.wrote(blocks, places * size, size, lanes)
+            self.history.write(blocks, places * size, size, lanes)
         elif space == "global":
             self.memory.store(addresses, values, size, what)
         elif space == "local":

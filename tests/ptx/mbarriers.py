@@ -25,6 +25,7 @@ class MBarrier:
     pending: int
     bytes: int = 0
     phase: int = 0
+    actor: int = -1
     gathering: Any = None
     published: Any = None
 
@@ -56,11 +57,8 @@ class Barriers:
         """Whether the phase ended."""
         if barrier.pending < count:
             raise RuntimeError(f"{count} arrivals at an mbarrier that expects {barrier.pending} more")
-        proxies = self.machine.proxies
-        if proxies.active and warps is not None:
-            known = proxies.known(warps)
-            barrier.gathering = known if barrier.gathering is None else np.maximum(barrier.gathering, known)
-            proxies.release(warps)
+        if self.machine.history.active:
+            barrier.gathering = _union(barrier.gathering, self.machine.history.publish(warps))
         barrier.pending -= count
         return self.settle(barrier)
 
@@ -75,7 +73,12 @@ class Barriers:
             return False
         barrier.phase += 1
         barrier.pending = barrier.count
-        barrier.published, barrier.gathering = barrier.gathering, None
+        barrier.published, barrier.gathering = _union(barrier.published, barrier.gathering), None
+        if barrier.actor >= 0:
+            # The bytes of all phases so far are there.
+            reached = np.zeros(barrier.actor + 1, np.int32)
+            reached[barrier.actor] = barrier.phase
+            barrier.published = _union(barrier.published, reached)
         machine = self.machine
         machine.state[machine.state == _ASLEEP] = _RUNNING
         self.given_up.clear()
@@ -99,6 +102,14 @@ class Barriers:
 
     def finish(self) -> None:
         return
+
+
+def _union(x: Any, y: Any) -> Any:
+    """All that two vectors of ticks know; either may be shorter, or missing."""
+    if x is None or y is None:
+        return y if x is None else x
+    size = max(x.size, y.size)
+    return np.maximum(np.pad(x, (0, size - x.size)), np.pad(y, (0, size - y.size)))
 
 
 def _flat(machine: Machine, value: Any, lanes: Any) -> Any:
@@ -184,8 +195,7 @@ def arrive(machine: Machine, statement: Instruction) -> Closure:
             if expects:
                 barrier.bytes += int(numbers[mine].sum())
             arrivals = int(mine.sum()) if expects else int(numbers[mine].sum())
-            warps = np.unique(machine.warp[lanes[mine]]) if machine.proxies.active else None
-            woke |= barriers.arrive(barrier, arrivals, warps)
+            woke |= barriers.arrive(barrier, arrivals, np.unique(machine.warp[lanes[mine]]))
         if write is not None:
             write(states, mask)
         return AGAIN if woke else None
@@ -242,8 +252,8 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
                 (barrier.phase & 1) != (wanted[mine] & 1) if by_parity else barrier.phase > wanted[mine]
             )
             passed = lanes[mine & over]
-            if machine.proxies.active and passed.size and barrier.published is not None:
-                machine.proxies.learn(np.unique(machine.warp[passed]), barrier.published)
+            if machine.history.active and passed.size:
+                machine.history.learn(np.unique(machine.warp[passed]), barrier.published)
         spread = np.zeros(machine.threads, np.bool_)
         spread[lanes] = over
         if not sleeps or over.all():

@@ -93,6 +93,7 @@ class Instruction:
         args: the operands.
         guard: the predicate in front, if any.
         negated: whether it is ``@!``.
+        span: where it starts and ends in the PTX text.
     """
 
     index: int
@@ -103,6 +104,7 @@ class Instruction:
     args: tuple[Operand, ...]
     guard: Register | None
     negated: bool
+    span: tuple[int, int]
 
     @property
     def opcode(self) -> str:
@@ -164,7 +166,7 @@ def parse(ptx: str) -> Program:
     Raises:
         ValueError: there is not exactly one kernel, or a statement cannot be read; the message has its line.
     """
-    text = _without_comments(ptx.replace("\0", ""))
+    text = _without_comments(ptx.replace("\0", " "))
     found = list(re.finditer(r"\.entry\s+([\w$]+)\s*(\((.*?)\))?[^{;]*\{", text, re.DOTALL))
     if len(found) != 1:
         raise ValueError(f"expected one kernel in the PTX, found {[m.group(1) for m in found]}")
@@ -183,9 +185,8 @@ def parse(ptx: str) -> Program:
 
 
 def _without_comments(text: str) -> str:
-    """``text`` without comments, on the same lines."""
-    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group(0).count("\n"), text, flags=re.DOTALL)
-    return re.sub(r"//[^\n]*", "", text)
+    """``text`` with comments blanked: everything else stays where it is."""
+    return re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: re.sub(r"[^\n]", " ", m.group(0)), text, flags=re.DOTALL)
 
 
 def _module_variables(text: str, program: Program) -> None:
@@ -265,7 +266,7 @@ class _Body:
                 ends = "\n" if text.startswith((".loc", ".file"), position) else ";"
                 end = text.index(ends, position)
                 statement = text[position:end]
-                self._statement(" ".join(statement.split()), line)
+                self._statement(" ".join(statement.split()), line, (position, end))
                 line += statement.count("\n")
                 position = end + (ends == ";")
 
@@ -287,7 +288,7 @@ class _Body:
     def _label(self, name: str) -> str:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
 
-    def _statement(self, text: str, line: int) -> None:
+    def _statement(self, text: str, line: int, span: tuple[int, int]) -> None:
         if text.startswith(".reg"):
             self._registers(text)
         elif text.startswith((".shared", ".local", ".const", ".global")):
@@ -296,7 +297,7 @@ class _Body:
             label = list(self.program.labels)[-1]
             self.program.tables[label] = tuple(self._label(t) for t in re.findall(r"[\w$]+", text)[1:])
         elif not text.startswith((".pragma", ".loc", ".file", ".callprototype")):
-            self._instruction(text, line)
+            self._instruction(text, line, span)
 
     def _registers(self, text: str) -> None:
         found = re.match(r"\.reg\s+(?:\.v\d\s+)?\.(\w+)\s+(.*)$", text)
@@ -330,7 +331,7 @@ class _Body:
         self.scopes[-1][found["name"]] = name
         _declare(text, self.program, name)
 
-    def _instruction(self, text: str, line: int) -> None:
+    def _instruction(self, text: str, line: int, span: tuple[int, int]) -> None:
         found = _STATEMENT.match(text)
         if not found:
             raise ValueError(f"line {line}: cannot read {text!r}")
@@ -341,7 +342,7 @@ class _Body:
         assert guard is None or isinstance(guard, Register), text
         index = len(self.program.code)
         self.program.code.append(
-            Instruction(index, line, text, op, tuple(mods), args, guard, found["neg"] == "!")
+            Instruction(index, line, text, op, tuple(mods), args, guard, found["neg"] == "!", span)
         )
 
     def _operand(self, text: str) -> Operand:

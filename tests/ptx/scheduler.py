@@ -70,6 +70,7 @@ class Scheduler:
             while pc < stop and left > 0:
                 counts[pc] += warps
                 steps += 1
+                machine.index = pc
                 result = code[pc](mask)
                 if random:
                     left -= 1

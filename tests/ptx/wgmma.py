@@ -75,11 +75,13 @@ class Tensor:
 
     def reset(self) -> None:
         self.groups: dict[int, list[list[_Multiply]]] = {}
+        # How many groups each warpgroup has committed.
+        self.committed: dict[int, int] = {}
 
     def of(self, warpgroup: int) -> list[list[_Multiply]]:
         return self.groups.setdefault(warpgroup, [[]])
 
-    def run(self, warpgroup: int, group: list[_Multiply], kind: str) -> None:
+    def run(self, warpgroup: int, group: list[_Multiply]) -> None:
         """Performs a group's multiplications in order."""
         file = self.machine.files["b32"]
         part = slice(warpgroup * _GROUP, (warpgroup + 1) * _GROUP)
@@ -97,6 +99,19 @@ class Tensor:
             total = total + product if work.scale_d else product
         if held:
             _put(file, held, part, total)
+
+    def note(self, warpgroup: int, block: int, offsets: Any) -> None:
+        """Records that the open group reads 16 bytes at each of ``offsets``."""
+        history = self.machine.history
+        warps = np.arange(4 * warpgroup, 4 * warpgroup + 4)
+        tick = self.committed.get(warpgroup, 0) + 1
+        history.actor_reads(block, offsets, 16, warps, history.tensor_first + warpgroup, tick, "wgmma")
+
+    def waited(self, warpgroup: int) -> None:
+        """The warpgroup's warps come after all groups that are no longer in flight."""
+        history = self.machine.history
+        done = self.committed.get(warpgroup, 0) - (len(self.of(warpgroup)) - 1)
+        history.knows(np.arange(4 * warpgroup, 4 * warpgroup + 4), history.tensor_first + warpgroup, done)
 
     def advance(self, rng: Any) -> bool:
         return False
@@ -129,13 +144,15 @@ def _values(chunks: Any, kind: str) -> Any:
     return values.reshape(bits.shape[0], -1)
 
 
-def _reader(machine: Machine, block: int, operand: _Operand, descriptor: int, kind: str) -> Any:
+def _reader(machine: Machine, warpgroup: int, operand: _Operand, descriptor: int, kind: str) -> Any:
     """A function that reads a matrix (rows, k) when it runs."""
+    block = int(machine.block[warpgroup * _GROUP])
+    offsets = operand.chunks(descriptor)
+    places = machine.shared.places(offsets.ravel(), 16, "wgmma").reshape(offsets.shape)
+    tensor: Tensor = machine.unit(Tensor)
+    tensor.note(warpgroup, block, offsets)
 
     def read() -> Any:
-        offsets = operand.chunks(descriptor)
-        places = machine.shared.places(offsets.ravel(), 16, "wgmma").reshape(offsets.shape)
-        machine.proxies.check(block, places * 16, 16, "wgmma")
         values = _values(machine.shared.views[16][block, places], kind)
         return values if operand.by_k else values.T
 
@@ -189,15 +206,14 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
         )
         for warpgroup in here.tolist():
             first = warpgroup * _GROUP
-            block = int(machine.block[first])
             one = np.broadcast_to(b_descriptor, (machine.threads,))[first]
-            b = _reader(machine, block, b_operand, int(one), b_kind)
+            b = _reader(machine, warpgroup, b_operand, int(one), b_kind)
             if from_registers:
                 a = registers_reader(slice(first, first + _GROUP))
             else:
                 a = _reader(
                     machine,
-                    block,
+                    warpgroup,
                     a_operand,
                     int(np.broadcast_to(a_descriptor, (machine.threads,))[first]),
                     a_kind,
@@ -209,7 +225,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
                 # In order: what is issued later never runs before.
                 groups[-1].append(work)
             else:
-                tensor.run(warpgroup, [work], a_kind)
+                tensor.run(warpgroup, [work])
             machine.report.mma[opcode] += 1
             machine.report.flops += flops
 
@@ -226,6 +242,7 @@ def commit(machine: Machine, statement: Instruction) -> Closure:
         )
         for warpgroup in here.tolist():
             tensor.of(warpgroup).append([])
+            tensor.committed[warpgroup] = tensor.committed.get(warpgroup, 0) + 1
 
     return collective(machine, statement, None, body, _GROUP)
 
@@ -245,7 +262,8 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
         for warpgroup in here.tolist():
             groups = tensor.of(warpgroup)
             while len(groups) - 1 > left:
-                tensor.run(warpgroup, groups.pop(0), "f32")
+                tensor.run(warpgroup, groups.pop(0))
+            tensor.waited(warpgroup)
 
     return collective(machine, statement, None, body, _GROUP)
 
