@@ -6,6 +6,7 @@ after the other. What changes from step to step — learning rate, decay, moment
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,12 @@ from torch import Tensor
 
 MAX_GRAPHS = 128
 """Kinds of batches that are recorded on one device; further ones run without a graph."""
+
+
+def replayable(device: torch.device) -> bool:
+    """Whether work on ``device`` is worth recording and can be now."""
+    allowed = device.type == "cuda" and os.environ.get("DMUON_GRAPHS") != "off"
+    return allowed and not torch.cuda.is_current_stream_capturing()
 
 
 @dataclass

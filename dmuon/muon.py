@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dmuon.batching import Piece, Update, batches
+from dmuon.graphs import Replays, replayable
 from dmuon.groups import Matrices, check_options, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.kernels.gram_ns import gram_ns
@@ -41,8 +42,9 @@ class Muon(torch.optim.Optimizer):
 
     Matrices of equal shape, dtype and device are orthogonalised in one batch, across parameter groups. A step
     needs memory for one batch (:data:`dmuon.batching.BATCH_ELEMENTS` elements at most, or one matrix) and for
-    its iteration. Gradients are only read. A parameter whose gradient is None is left alone: no update, no
-    decay, no state.
+    its iteration. On CUDA these stay reserved, and from the third step on iterations are replayed from CUDA graphs
+    (``DMUON_GRAPHS=off`` prevents it; a step that is itself being captured uses none). Gradients are only read. A
+    parameter whose gradient is None is left alone: no update, no decay, no state.
 
     The rest is :class:`torch.optim.AdamW`, bit for bit, in its fused form where torch has one.
 
@@ -115,7 +117,7 @@ class Muon(torch.optim.Optimizer):
                 "coefficients": coefficients,
                 "precision": precision,
                 "adamw_lr": adamw_lr,
-                "adamw_betas": tuple(adamw_betas),
+                "adamw_betas": adamw_betas,
                 "adamw_eps": adamw_eps,
                 "adamw_weight_decay": adamw_weight_decay,
                 "maximize": maximize,
@@ -126,8 +128,14 @@ class Muon(torch.optim.Optimizer):
         self._rules: Mapping[str, AdjustRule] = {**RULES, **own}
         check_rule(defaults["adjust_lr"], self._rules)
         self._matrices: dict[Tensor, Matrices] = {}
+        self._replays = Replays()
         if isinstance(model_or_params, nn.Module):
             model_or_params = self._route(model_or_params)
+        elif isinstance(model_or_params, (str, Mapping)) or not isinstance(model_or_params, Iterable):
+            raise TypeError(
+                "Muon takes a module or an iterable of parameters, (name, parameter) pairs or group dicts, "
+                f"got {type(model_or_params).__name__}"
+            )
         super().__init__(model_or_params, defaults)
         if not self.param_groups:
             raise ValueError("optimizer got an empty parameter list")
@@ -144,9 +152,12 @@ class Muon(torch.optim.Optimizer):
         routings = self._policy.route_slots([replace(slot, trainable=True) for slot in slots])
         self._matrices = {parameters[routing.name]: routing.matrices for routing in routings}
         trained = [routing for slot, routing in zip(slots, routings, strict=True) if slot.trainable]
+        if not trained:
+            why = "they are all frozen (requires_grad is False)" if slots else "it has none at all"
+            raise ValueError(f"the model has no parameter to train: {why}")
         if not any(routing.matrices for routing in trained):
             reasons = Counter(routing.reason for routing in trained)
-            found = ", ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "nothing"
+            found = ", ".join(f"{count} x {reason}" for reason, count in reasons.items())
             raise ValueError(f"the model has no trainable matrix for Muon; it has {found}")
         return [(routing.name, parameters[routing.name]) for routing in trained]
 
@@ -214,7 +225,10 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             ValueError: the state is of another optimizer or of other parameters; nothing is loaded then.
+            TypeError: it is no dict.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         # Registered last, so that it sees what the caller's own hooks have made of the state.
         check = self.register_load_state_dict_pre_hook(self._check_loadable)
         try:
@@ -229,6 +243,10 @@ class Muon(torch.optim.Optimizer):
             "_rules": self._rules,
             "_matrices": self._matrices,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._replays = Replays()
 
     def _check_loadable(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         check_loadable(self, state_dict)
@@ -267,13 +285,19 @@ class Muon(torch.optim.Optimizer):
         """Orthogonalise one batch of equal matrices and move each against its own result."""
         matrix, group, like = batch[0].update.matrix, batch[0].update.group, batch[0].update.momentum
         counts = [piece.count for piece in batch]
-        stack = torch.empty(sum(counts), matrix.rows, matrix.cols, dtype=like.dtype, device=like.device)
+        shape, recorded = (sum(counts), matrix.rows, matrix.cols), replayable(like.device)
+        empty = self._replays.buffer if recorded else torch.empty
+        stack = empty(shape, dtype=like.dtype, device=like.device)
         for piece, target in zip(batch, torch.split(stack, counts), strict=True):
             if piece.update.group["nesterov"]:
                 torch.lerp(piece.gradient(), piece.momentum(), piece.update.group["momentum"], out=target)
             else:
                 target.copy_(piece.momentum())
-        gram_ns(stack, coefficients=group["coefficients"], precision=group["precision"], out=stack)
+        how = {"coefficients": group["coefficients"], "precision": group["precision"]}
+        if recorded:
+            self._replays.run(tuple(how.values()), stack, lambda stack: gram_ns(stack, **how, out=stack))
+        else:
+            gram_ns(stack, **how, out=stack)
         for piece, direction in zip(batch, torch.split(stack, counts), strict=True):
             _move(piece.parameter(), direction, piece.update.group, self._factor(piece.update))
 

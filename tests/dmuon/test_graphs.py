@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+import dmuon
 from dmuon.graphs import Replays
 
 CPU = torch.device("cpu")
@@ -87,3 +89,44 @@ def test_a_cuda_graph_replays_newton_schulz() -> None:
         batch.copy_(G)
         replays.run("ns", batch, orthogonalise)
         torch.testing.assert_close(batch.cpu(), gram_ns(G, precision="fp32"), rtol=1e-3, atol=1e-4)
+
+
+class Cuda:
+    """Makes the optimizer take CPU tensors for a GPU's, with a stand-in for graphs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorder = Recorder()
+        monkeypatch.setattr("dmuon.muon.replayable", lambda device: True)
+        monkeypatch.setattr("dmuon.muon.Replays", lambda: Replays(self.recorder))
+
+
+def train(steps: int, lr: Callable[[int], float]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.nn.Parameter(torch.randn(8, 12, generator=generator)) for _ in range(3)]
+    weights.append(torch.nn.Parameter(torch.randn(12, 20, generator=generator)))
+    optimizer = dmuon.Muon([{"params": weights, "algorithm": "muon"}], lr=lr(0))
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr(step)
+        for index, weight in enumerate(weights):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            if step == 3 and index == 1:
+                weight.grad = None
+        optimizer.step()
+        if step == 2:
+            optimizer = copy.deepcopy(optimizer)
+            weights = optimizer.param_groups[0]["params"]
+    return [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize(
+    "lr", [lambda step: 0.02, lambda step: 0.1 / (1 + step)], ids=["constant", "falling"]
+)
+def test_an_optimizer_that_replays_equals_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, lr: Callable[[int], float]
+) -> None:
+    """T6: what is recorded holds no learning rate. A parameter without a gradient makes another kind of batch."""
+    plain = train(7, lr)
+    cuda = Cuda(monkeypatch)
+    replayed = train(7, lr)
+    assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
+    assert cuda.recorder.recorded > 2 and cuda.recorder.replayed > 2
