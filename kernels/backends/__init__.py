@@ -10,12 +10,14 @@ from importlib.resources import files
 from dmuon.kernels.backends.base import Backend, Product
 from dmuon.kernels.backends.blocked import BlockedBackend
 from dmuon.kernels.backends.compiled import CUTE, TILELANG, TRITON
+from dmuon.kernels.backends.quack_backend import QuackBackend
 from dmuon.kernels.backends.torch_backend import TorchBackend
 
 __all__ = ["BACKENDS", "Backend", "Product", "source_hash"]
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (TorchBackend(), BlockedBackend(), TRITON, TILELANG, CUTE)
+    backend.name: backend
+    for backend in (TorchBackend(), BlockedBackend(), TRITON, TILELANG, CUTE, QuackBackend())
 }
 """Every backend by name. Adding one is one module and one entry here."""
 
