@@ -18,9 +18,11 @@ from dmuon.kernels.gpu.triton_kernels.operands import (
     HIDDEN_ARGS,
     batch_stride,
     check_config,
+    check_elementwise,
     check_operands,
     check_shared,
     contiguous_rows,
+    elementwise,
     line_stride,
     shared_bytes,
     transposed,
@@ -37,7 +39,16 @@ FIELDS = {
 }
 """What each field of a configuration may be."""
 
-_TILES = ((32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 256, 8))
+_TILES = (
+    (32, 64, 4),
+    (64, 64, 4),
+    (64, 128, 4),
+    (128, 64, 4),
+    (128, 128, 4),
+    (128, 128, 8),
+    (128, 256, 8),
+    (256, 128, 8),
+)
 """block_m, block_n and warps that are offered."""
 
 
@@ -61,7 +72,12 @@ class ApplyFamily:
             for stages in (3, 4, 5)
             if stages == 3 or stages * block_k <= m
         ]
-        return [choice for choice in choices if _shared_bytes(choice, arch, 4) <= arch.shared_bytes]
+        ragged = m % 8 or n % 8
+        return [
+            choice
+            for choice in choices
+            if _shared_bytes(choice, arch, 4) <= arch.shared_bytes and (_elementwise(choice) or not ragged)
+        ]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         check_config("apply", ("apply",), FIELDS, op, config)
@@ -71,9 +87,10 @@ class ApplyFamily:
         check_operands(call)
         check_shared(_shared_bytes(config, arch, call.out.item_bytes), config, arch)
         operands = dict(zip(("a", "b", "c", "out"), _operands(call), strict=True))
+        check_elementwise(operands.values(), _elementwise(config), config)
         block_m, block_n = _blocks(call, config)
         options = {
-            **config,
+            **{name: value for name, value in config.items() if name != "group"},
             "block_m": block_m,
             "block_n": block_n,
             "dtype": call.A.dtype,
@@ -113,6 +130,7 @@ class ApplyFamily:
             f32(call.alpha),
             f32(call.beta if call.C is not None else 0.0),
             pointer(scalars),
+            i32(config["group"]),
             *HIDDEN_ARGS,
         )
         return Launch((blocks, 1, 1), args)
@@ -125,6 +143,10 @@ def _shared_bytes(config: Mapping[str, Any], arch: Arch, out_bytes: int) -> int:
     block_m, block_n = config["block_m"], config["block_n"]
     stage = (block_m + block_n) * config["block_k"] * 2
     return shared_bytes(arch, config["stages"], stage, block_m * block_n * out_bytes)
+
+
+def _elementwise(config: Mapping[str, Any]) -> bool:
+    return elementwise(config["block_m"], config["block_n"], config["block_k"], config["warps"])
 
 
 def _operands(call: ProductCall) -> tuple[Matrices, Matrices, Matrices, Matrices]:

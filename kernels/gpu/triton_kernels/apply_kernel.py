@@ -34,9 +34,11 @@ def build(spec: KernelSpec) -> Binary:
         **{f"batch_{name}": "i64" + ":8" * vector[name] for name in vector},
         **dict.fromkeys(("alpha", "beta"), "fp32"),
         "scalars": "*fp32",
+        "group": "i32",
     }
-    names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k", "group")
+    names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k")
     constexprs = {name.upper(): options[name] for name in names}
+    constexprs["QUARTERS"] = options["block_m"] * options["block_n"] >= 4096 * options["warps"]
     return compile_triton(
         spec, apply, signature, constexprs, num_warps=options["warps"], num_stages=options["stages"]
     )
@@ -62,19 +64,20 @@ def apply(
     alpha,
     beta,
     scalars,
+    group,
     A_BY_ROWS: tl.constexpr,
     B_BY_ROWS: tl.constexpr,
     C_BY_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    QUARTERS: tl.constexpr,
 ):
     """alpha·A B + beta·C for A (m, depth), B (depth, n); alpha and beta from ``scalars`` unless that is null."""
     high, wide = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = high.to(tl.int64) * wide
     batch = tl.program_id(0) // tiles
-    i, j = grouped_tile((tl.program_id(0) - batch * tiles).to(tl.int32), high, wide, GROUP)
+    i, j = grouped_tile((tl.program_id(0) - batch * tiles).to(tl.int32), high, wide, group)
     row, column, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     rows, columns = i * BLOCK_M + row, j * BLOCK_N + column
 
@@ -95,14 +98,38 @@ def apply(
     on_device = scalars.to(tl.int64) != 0
     alpha = tl.load(scalars, on_device, other=alpha)
     beta = tl.load(scalars + 1, on_device, other=beta)
-    total *= alpha
+    C += batch * batch_c
+    out += batch * batch_out
+    if QUARTERS:
+        # A quarter of a wide tile at a time: all of C beside all of the result would be too many registers.
+        quarter = j * BLOCK_N + tl.arange(0, BLOCK_N // 4)
+        left, right = halves(total)
+        for half in tl.static_range(2):
+            first, second = halves(right if half else left)
+            at = quarter + half * (BLOCK_N // 2)
+            finish(first, rows, at, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
+            finish(second, rows, at + BLOCK_N // 4, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
+    else:
+        finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
+
+
+@triton.jit
+def halves(tile):
+    """The left and the right half of a tile."""
+    HALF: tl.constexpr = tile.shape[1] // 2
+    return tile.reshape(tile.shape[0], 2, HALF).permute(0, 2, 1).split()
+
+
+@triton.jit
+def finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS: tl.constexpr):
+    """Write alpha·total + beta·C."""
     inside = (rows < m)[:, None] & (columns < n)[None, :]
     rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+    total *= alpha
     if beta != 0:
         offsets = rows * line_c + columns if C_BY_ROWS else rows + columns * line_c
-        total += beta * tl.load(C + batch * batch_c + offsets, inside, other=0.0)
-    target = out + batch * batch_out + rows * line_out + columns
-    tl.store(target, total.to(out.dtype.element_ty), inside)
+        total += beta * tl.load(C + offsets, inside, other=0.0)
+    tl.store(out + rows * line_out + columns, total.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -113,9 +140,9 @@ def within(row, column, line, BY_ROWS: tl.constexpr):
 
 
 @triton.jit
-def grouped_tile(index, high, wide, GROUP: tl.constexpr):
-    """Row and column of tile ``index`` of ``high`` × ``wide``: bands of GROUP rows, column by column in a band."""
-    first = index // (GROUP * wide) * GROUP
-    height = tl.minimum(GROUP, high - first)
+def grouped_tile(index, high, wide, group):
+    """Row and column of tile ``index`` of ``high`` × ``wide``: bands of group rows, column by column in a band."""
+    first = index // (group * wide) * group
+    height = tl.minimum(group, high - first)
     local = index - first * wide
     return first + local % height, local // height

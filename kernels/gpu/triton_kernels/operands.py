@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +114,20 @@ def check_shared(needed: int, config: Mapping[str, Any], arch: Arch) -> None:
     if needed > arch.shared_bytes:
         raise Unsupported(
             f"triton: {dict(config)} needs {needed} bytes of shared memory, {arch.name} has {arch.shared_bytes}"
+        )
+
+
+def elementwise(block_m: int, block_n: int, block_k: int, warps: int) -> bool:
+    """Whether a tile is small enough to be read and written element by element without spilling registers."""
+    return max(block_m, block_n) <= 64 and (block_m + block_n) * block_k <= 1024 * warps
+
+
+def check_elementwise(operands: Iterable[Matrices], fits: bool, config: Mapping[str, Any]) -> None:
+    """Raise Unsupported unless all lines take 16-byte accesses, or a tile is small enough to do without."""
+    if not fits and not all(vectors(operand) for operand in operands):
+        raise Unsupported(
+            f"triton: tiles as large as those of {dict(config)} need addresses and strides that are multiples of "
+            "16 bytes, and lines whose lengths are multiples of 8 elements"
         )
 
 

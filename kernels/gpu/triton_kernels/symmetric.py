@@ -18,9 +18,11 @@ from dmuon.kernels.gpu.triton_kernels.operands import (
     HIDDEN_ARGS,
     batch_stride,
     check_config,
+    check_elementwise,
     check_operands,
     check_shared,
     contiguous_rows,
+    elementwise,
     line_stride,
     shared_bytes,
     transposed,
@@ -61,7 +63,12 @@ class SymmetricFamily:
             if stages == 3 or stages * block_k <= inner
             for group in ((8, 16) if m > 32 * block else (8,))
         ]
-        return [choice for choice in choices if _shared_bytes(choice, arch, 4) <= arch.shared_bytes]
+        ragged = m % 8 or inner % 8
+        return [
+            choice
+            for choice in choices
+            if _shared_bytes(choice, arch, 4) <= arch.shared_bytes and (_elementwise(choice) or not ragged)
+        ]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         check_config("symmetric", OPS, FIELDS, op, config)
@@ -70,9 +77,10 @@ class SymmetricFamily:
         self.check(call.op, config)
         check_operands(call)
         check_shared(_shared_bytes(config, arch, call.out.item_bytes), config, arch)
-        A, B, C, out = _operands(call)
+        operands = A, B, C, out = _operands(call)
+        check_elementwise(operands, _elementwise(config), config)
         options = {
-            **config,
+            **{name: value for name, value in config.items() if name != "group"},
             "by_rows": contiguous_rows(A),
             "dtype": A.dtype,
             "out_dtype": out.dtype,
@@ -98,6 +106,7 @@ class SymmetricFamily:
             f32(call.alpha),
             f32(call.beta if call.C is not None else 0.0),
             f32(call.diag),
+            i32(config["group"]),
             *HIDDEN_ARGS,
         )
         return Launch((blocks, 1, 1), args)
@@ -110,6 +119,10 @@ def _shared_bytes(config: Mapping[str, Any], arch: Arch, out_bytes: int) -> int:
     block = config["block"]
     stage = 2 * block * config["block_k"] * 2
     return shared_bytes(arch, config["stages"], stage, block * block * out_bytes)
+
+
+def _elementwise(config: Mapping[str, Any]) -> bool:
+    return elementwise(config["block"], config["block"], config["block_k"], config["warps"])
 
 
 def _operands(call: ProductCall) -> tuple[Matrices, Matrices, Matrices, Matrices]:

@@ -26,10 +26,11 @@ def build(spec: KernelSpec) -> Binary:
         **dict.fromkeys(("line_a", "line_b", "batch_a", "batch_b"), "i64" + ":8" * read),
         **dict.fromkeys(("line_c", "line_out", "batch_c", "batch_out"), "i64" + ":8" * written),
         **dict.fromkeys(("alpha", "beta", "diag"), "fp32"),
+        "group": "i32",
     }
     constexprs = {
         "BY_ROWS": by_rows,
-        **{name.upper(): options[name] for name in ("block", "block_k", "group")},
+        **{name.upper(): options[name] for name in ("block", "block_k")},
     }
     return compile_triton(
         spec, symmetric, signature, constexprs, num_warps=options["warps"], num_stages=options["stages"]
@@ -55,15 +56,15 @@ def symmetric(
     alpha,
     beta,
     diag,
+    group,
     BY_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     side = tl.cdiv(m, BLOCK)
     tiles = side.to(tl.int64) * (side + 1) // 2
     batch = tl.program_id(0) // tiles
-    i, j = lower_tile((tl.program_id(0) - batch * tiles).to(tl.int32), side, GROUP)
+    i, j = lower_tile((tl.program_id(0) - batch * tiles).to(tl.int32), side, group)
     lines, depth = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     rows, columns = i * BLOCK + lines, j * BLOCK + lines
 
@@ -104,15 +105,15 @@ def symmetric(
 
 
 @triton.jit
-def lower_tile(index, side, GROUP: tl.constexpr):
+def lower_tile(index, side, group):
     """Row and column of tile ``index`` among those on and below the diagonal of ``side`` tiles a side.
 
-    Bands of GROUP tile rows, top to bottom, and column by column in a band: blocks that run at the same time
+    Bands of group tile rows, top to bottom, and column by column in a band: blocks that run at the same time
     then read few different rows of tiles. As many tiles lie above tile row r of a triangle as in a triangle of
     r rows, so a tile's band is that of its row in plain row order.
     """
-    first = triangle_row(index) // GROUP * GROUP
-    height = tl.minimum(GROUP, side - first)
+    first = triangle_row(index) // group * group
+    height = tl.minimum(group, side - first)
     local = (index - triangle(first)).to(tl.int32)
     beyond = local - first * height
     row = triangle_row(tl.maximum(beyond, 0))

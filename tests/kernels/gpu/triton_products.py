@@ -1,0 +1,116 @@
+"""What the tests of the Triton products share: operands among canaries, kernels' PTX run on them, resources."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from ptx import Memory, run
+from ptx.report import Report
+from torch import Tensor
+
+from dmuon.kernels.gpu.arch import arch_named
+from dmuon.kernels.gpu.binary import Binary, Launch
+from dmuon.kernels.gpu.build import build_here
+from dmuon.kernels.gpu.calls import Matrices, ProductCall
+from dmuon.kernels.gpu.family import ProductFamily
+from dmuon.kernels.gpu.toolchain import tool
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CANARY = -77.0
+
+compiled = lru_cache(build_here)
+
+
+def matrices(
+    batch: int, rows: int, columns: int, dtype: str, *, by_columns: bool = False, padding: int = 8
+) -> Tensor:
+    """A batch inside a larger buffer of canaries, with ``padding`` elements after each line and each matrix."""
+    lines, length = (columns, rows) if by_columns else (rows, columns)
+    stride = -(-length // padding) * padding + padding if padding else length
+    every = lines * stride + padding
+    buffer = torch.full((batch * every + 64,), CANARY, dtype=DTYPES[dtype])
+    shift = -buffer.data_ptr() % 64 // buffer.itemsize + (padding or 1)
+    view = buffer.as_strided((batch, lines, length), (every, stride, 1), shift)
+    return view.mT if by_columns else view
+
+
+def fill(tensor: Tensor, seed: int, *, symmetric: bool = False) -> Tensor:
+    """With integers so small that every sum is exact in fp32."""
+    values = torch.randint(-2, 3, tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
+    return tensor.copy_(values.tril() + values.tril(-1).mT if symmetric else values)
+
+
+def call_of(
+    op: str, A: Tensor, B: Tensor | None, C: Tensor | None, out: Tensor, *scalars: float
+) -> ProductCall:
+    """Scalars are alpha, beta and diag."""
+    second, added = (None if t is None else Matrices.of(t) for t in (B, C))
+    return ProductCall(op, Matrices.of(A), second, added, Matrices.of(out), *scalars)
+
+
+def execute(
+    family: ProductFamily, call: ProductCall, config: dict[str, Any], arch: str, tensors: list[Tensor], seed: int | None
+) -> Report:
+    """Run the PTX that ``config`` compiles to; nothing but the elements of ``tensors`` may be touched."""
+    binary = compiled(family.spec(call, config, arch_named(arch)))
+    return run(binary, family.launch(call, config, binary, 132), Memory.of(*tensors), seed=seed)
+
+
+def beyond(tensor: Tensor) -> Tensor:
+    """All elements of the buffer that a tensor of :func:`matrices` is a view of, the tensor's own aside."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).clone()
+    whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(CANARY)
+    return whole
+
+
+def interpret(kernel: Any, launch: Launch, constexprs: dict[str, Any], *tensors: Tensor) -> None:
+    """Run a kernel of the Triton interpreter with the arguments of ``launch``, whose addresses are ``tensors``."""
+    at = {tensor.data_ptr(): tensor for tensor in tensors} | {0: torch.empty(0)}
+    values: list[Any] = []
+    for name, data in zip(inspect.signature(kernel.fn).parameters, launch.args[:-2], strict=False):
+        assert isinstance(data, bytes)
+        if name in ("A", "B", "C", "out", "scalars"):
+            values.append(at[struct.unpack("<Q", data)[0]])
+        else:
+            kind = "f" if name in ("alpha", "beta", "diag") else {4: "i", 8: "q"}[len(data)]
+            values.append(struct.unpack(f"<{kind}", data)[0])
+    kernel[launch.grid](*values, **constexprs)
+
+
+def in_interpreter(script: str) -> None:
+    """Run ``script`` in a process where Triton interprets kernels on CPU tensors."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[1])])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def resources(binary: Binary) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and local memory: where spilled registers go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.cubin)
+        file.flush()
+        command = [tool("cuobjdump"), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def sass(binary: Binary) -> str:
+    """The machine code in words."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.cubin)
+        file.flush()
+        return subprocess.run(
+            [tool("cuobjdump"), "--dump-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
