@@ -85,9 +85,18 @@ class PrepareCall:
             aligned &= all(tensor.data_ptr() % 16 == 0 for tensor in matrices)
             aligned &= all(size % 8 == 0 for size in (length, *strides))
         records.copy_(torch.tensor(fields, dtype=torch.int64))
-        dtypes = (only_dtype(tensors) for tensors in (gradients, momenta, results))
-        addresses = (tensor.data_ptr() for tensor in (records, scalars, partials))
-        return cls(*addresses, len(fields), *dtypes, aligned, nesterov, average)
+        return cls(
+            records.data_ptr(),
+            scalars.data_ptr(),
+            partials.data_ptr(),
+            len(fields),
+            only_dtype(gradients),
+            only_dtype(momenta),
+            only_dtype(results),
+            aligned,
+            nesterov,
+            average,
+        )
 
 
 def common_lines(matrices: Sequence[Tensor]) -> tuple[int, int, list[int]]:
@@ -119,6 +128,13 @@ def only_dtype(tensors: Sequence[Tensor]) -> str:
     return names.pop()
 
 
+def spread(elements: int, count: int) -> dict[str, Any]:
+    """How blocks share ``count`` matrices, the largest of ``elements``: some thousands in all, none always idle."""
+    pieces = -(-elements // 2048)
+    wanted = min(pieces, -(-4096 // count), 1024)
+    return {"parts": 1 << (wanted - 1).bit_length(), "block": 2048, "warps": 4}
+
+
 class PrepareFamily:
     """Both launches. A configuration has ``parts`` (blocks for each matrix), ``block`` (elements that one handles at
     a time) and ``warps``."""
@@ -128,10 +144,8 @@ class PrepareFamily:
     )
 
     def config(self, elements: int, count: int) -> dict[str, Any]:
-        """For ``count`` matrices, the largest of ``elements``: some thousand blocks, none without work."""
-        pieces = -(-elements // 2048)
-        parts = 1 << max(0, min(10, min(pieces, -(-4096 // count)) - 1).bit_length())
-        return {"parts": min(parts, 1024), "block": 2048, "warps": 4}
+        """For ``count`` matrices, the largest of ``elements``."""
+        return spread(elements, count)
 
     def specs(
         self, call: PrepareCall, config: Mapping[str, Any], arch: Arch
