@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
@@ -17,7 +18,7 @@ from dmuon.kernels.gpu.toolchain import compile_cuda
 def _quiet_import() -> Any:
     """TileLang's import changes PYTHONPATH, which later child processes would inherit, and makes a folder."""
     path = os.environ.get("PYTHONPATH")
-    os.environ.setdefault("TILELANG_CACHE_DIR", os.path.join(tempfile.gettempdir(), "dmuon-tilelang"))
+    os.environ.setdefault("TILELANG_CACHE_DIR", str(Path(tempfile.gettempdir(), "dmuon-tilelang")))
     yield
     if path is None:
         os.environ.pop("PYTHONPATH", None)

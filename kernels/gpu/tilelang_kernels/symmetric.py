@@ -58,7 +58,7 @@ class SymmetricFamily:
             {"tile": tile, "block_k": block_k, "stages": stages, "threads": threads, "policy": policy}
             for tile, threads, policy in _shapes(arch)
             # A tile beyond the matrix gains nothing over the next smaller one.
-            if tile < 2 * max(m, 32)
+            if tile < 2 * max(m, 64)
             for block_k in (32, 64, 128)
             if block_k < 2 * max(inner, 32)
             for stages in (3, 4, 6)

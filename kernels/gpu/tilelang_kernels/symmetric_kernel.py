@@ -2,6 +2,7 @@
 
 A thread block computes one tile on or below the diagonal and stores it twice: itself and its mirror.
 """
+# ruff: noqa: F841  (assigning to a T.Ref parameter sets the caller's variable)
 
 from __future__ import annotations
 
