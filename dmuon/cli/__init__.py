@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from dmuon.cli.errors import INTERRUPTED, BadInput
+from dmuon.cli.errors import INTERRUPTED, BadInput, usage_on_one_line
 
 _COMMANDS = {
     "run": ("dmuon.cli.run:run", "Tune a model's matrices on this machine and keep the results."),
+    "compile": ("dmuon.cli.compile:compile_", "Build a model's GPU kernels ahead, with or without a GPU."),
     "shapes": ("dmuon.cli.shapes:shapes", "Show what of a model would be tuned, and why."),
     "show": ("dmuon.cli.store_commands:show", "Show the best trials in the store."),
     "export": ("dmuon.cli.store_commands:export", "Write trials to a JSON Lines file."),
@@ -45,7 +46,8 @@ class TuneGroup(click.Group):
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         if args and args[0].startswith("-") and args[0] not in own:
             args = ["run", *args]
-        return super().parse_args(ctx, args)
+        with usage_on_one_line():
+            return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -60,7 +62,8 @@ class TuneGroup(click.Group):
             warnings.showwarning = _show_warning
             warnings.simplefilter("default", UserWarning)
             try:
-                return super().invoke(ctx)
+                with usage_on_one_line():
+                    return super().invoke(ctx)
             except KeyboardInterrupt:
                 click.echo("\nInterrupted. What was finished is kept.", err=True)
                 ctx.exit(INTERRUPTED)

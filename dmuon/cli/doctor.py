@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dmuon.cli.options import json_option, open_store, store_option
+from dmuon.cli.errors import BadInput
+from dmuon.cli.options import json_option, open_store, parse_shape, store_option
 
 if TYPE_CHECKING:
+    from dmuon.kernels.gpu.cache import CacheHealth
     from dmuon.tuning_cache import Health
 
 # Distribution → the module to import. Each is a compiler of kernels, and none is needed for the torch path.
@@ -25,6 +28,9 @@ _COMPILERS = {
     "quack-kernels": "quack",
 }
 _NOT_INSTALLED = "not installed"
+
+_SHAPE = (2048, 8192)
+"""What ``--arch`` examines if not told: large enough for every kind of tile."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +62,54 @@ class BackendReport:
 
 @click.command()
 @click.option("--timeout", default=60.0, metavar="SECONDS", help="For one kernel compiler's import.  [60]")
+@click.option("--arch", "arch_name", metavar="NAME", help="Examine the GPU kernels for this architecture.")
+@click.option("--shape", callback=parse_shape, metavar="MxN", help="With --arch: for matrices of this shape.")
+@click.option("--precision", type=click.Choice(["fp16", "bf16"]), help="With --arch.  [default: fp16]")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="With --arch: this one alone.")
 @json_option
 @store_option
-def doctor(timeout: float, as_json: bool, store_path: Path | None) -> None:
-    """Examine this machine: devices, kernel compilers, backends and the store.
+def doctor(
+    timeout: float,
+    arch_name: str | None,
+    shape: tuple[int, int] | None,
+    precision: str | None,
+    backends: tuple[str, ...],
+    as_json: bool,
+    store_path: Path | None,
+) -> None:
+    """Examine this machine: devices, kernel compilers, backends, the store and compiled kernels.
 
     Each compiler is imported in a process of its own, so that one that hangs or crashes is reported. A
     compiler that is missing is no fault: DMuon goes without. The exit code is 1 if the store cannot be used.
 
+    With --arch, examine instead every GPU kernel that tuning a shape could time: registers, spills, shared
+    memory, occupancy, the instructions that multiply and move tiles, and the least time by a roofline. What is
+    not compiled yet is compiled first; no GPU is needed. The exit code is 1 if a kernel spills or fails.
+
     \b
       dmuon-tune doctor
       dmuon-tune doctor --json
+      dmuon-tune doctor --arch sm_90a --shape 2048x8192 --backend cute
     """
+    if arch_name is not None:
+        from dmuon.cli.compile import find_arch
+        from dmuon.cli.doctor_kernels import examine_kernels
+
+        found = find_arch(arch_name)
+        if not examine_kernels(found, shape or _SHAPE, precision or "fp16", backends, as_json):
+            raise click.exceptions.Exit(1)
+        return
+    if shape or precision or backends:
+        raise BadInput("--shape, --precision and --backend go with --arch")
     store = open_store(store_path)
     software = [Software("torch", _version("torch"), None), *probe_compilers(timeout)]
     devices = find_devices()
-    backends = judge_backends(devices, software)
-    health = store.health()
+    available = judge_backends(devices, software)
+    health, binaries = store.health(), examine_binaries()
     if as_json:
-        click.echo(json.dumps(_report(devices, software, backends, health), indent=2))
+        click.echo(json.dumps(_report(devices, software, available, health, binaries), indent=2))
     else:
-        _print(devices, software, backends, health)
+        _print(devices, software, available, health, binaries)
     if health.problem is not None:
         raise click.exceptions.Exit(1)
 
@@ -129,6 +162,13 @@ def judge_backends(devices: Iterable[Device], software: Iterable[Software]) -> l
     return reports
 
 
+def examine_binaries() -> CacheHealth:
+    """Read all compiled kernels."""
+    from dmuon.kernels.gpu.cache import BinaryCache
+
+    return BinaryCache().health()
+
+
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)
@@ -137,18 +177,27 @@ def _version(distribution: str) -> str | None:
 
 
 def _report(
-    devices: list[Device], software: list[Software], backends: list[BackendReport], health: Health
+    devices: list[Device],
+    software: list[Software],
+    backends: list[BackendReport],
+    health: Health,
+    binaries: CacheHealth,
 ) -> dict[str, Any]:
     return {
         "devices": [asdict(device) for device in devices],
         "software": [asdict(each) for each in software],
         "backends": [asdict(each) for each in backends],
         "store": {**asdict(health), "path": str(health.path)},
+        "compiled_kernels": {**asdict(binaries), "path": str(binaries.path)},
     }
 
 
 def _print(
-    devices: list[Device], software: list[Software], backends: list[BackendReport], health: Health
+    devices: list[Device],
+    software: list[Software],
+    backends: list[BackendReport],
+    health: Health,
+    binaries: CacheHealth,
 ) -> None:
     from rich import box
     from rich.console import Console
@@ -170,6 +219,7 @@ def _print(
     )
     section("Backends", ((each.backend, each.device, _verdict(each.problem)) for each in backends))
     section("Store", ((name, escape(value)) for name, value in _store_rows(health)))
+    section("Compiled kernels", ((name, escape(value)) for name, value in _binary_rows(binaries)))
 
 
 def _verdict(problem: str | None) -> str:
@@ -192,3 +242,14 @@ def _store_rows(health: Health) -> Iterable[tuple[str, str]]:
         yield "problem", health.problem
     if not health.writable:
         yield "writable", "no: new trials would stay in memory"
+
+
+def _binary_rows(binaries: CacheHealth) -> Iterable[tuple[str, str]]:
+    yield "path", str(binaries.path)
+    yield "holds", f"{binaries.binaries:,} kernels, {binaries.size_bytes / 1e6:,.1f} MB"
+    for line in binaries.damaged:
+        yield "damaged", f"{line}; it is compiled again when needed"
+    for line in binaries.failed:
+        yield "failed", textwrap.shorten(line, 200)
+    if not binaries.writable:
+        yield "writable", "no: every process would compile for itself"
