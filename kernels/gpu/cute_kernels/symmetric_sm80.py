@@ -46,6 +46,12 @@ class Plan:
         return 32 * self.warps_m * self.warps_n
 
     @property
+    def ahead(self) -> bool:
+        """Whether operands for the next 16 columns are fetched from shared memory while these are multiplied: not if
+        its registers would cost a resident block."""
+        return self.tile < 128 or self.threads < 256
+
+    @property
     def stage_elements(self) -> int:
         """Of one operand."""
         return self.tile * self.bk
@@ -75,7 +81,13 @@ class SymmetricSm80:
 
     sources = tuple(
         f"gpu/cute_kernels/{name}.py"
-        for name in ("compile", "symmetric_sm80", "symmetric_sm80_kernel", "symmetric_sm90_tiles")
+        for name in (
+            "compile",
+            "symmetric_sm80",
+            "symmetric_sm80_kernel",
+            "symmetric_sm80_epilogue",
+            "symmetric_sm90_tiles",
+        )
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:

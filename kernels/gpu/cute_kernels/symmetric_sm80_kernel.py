@@ -12,8 +12,6 @@ one; f32 alpha, beta, diag. Strides are in elements.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
@@ -47,8 +45,13 @@ class SymmetricSm80:
 
     @cute.jit
     def __call__(self, longs, ints, floats, stream):
+        # Without a carve-out named, asking for two resident blocks would ask a GPU for its shared memory.
         self.kernel(*longs, *ints, *floats).launch(
-            grid=[1, 1, 1], block=[self.plan.threads, 1, 1], stream=stream
+            grid=[1, 1, 1],
+            block=[self.plan.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -114,23 +117,25 @@ class SymmetricSm80:
         stages_a, stages_b = part_a.partition_S(sA), part_b.partition_S(sB)
         into_ra, into_rb = part_a.retile(rA), part_b.retile(rB)
 
-        cute.arch.cp_async_wait_group(plan.stages - 2)
-        cute.arch.sync_threads()
-        cute.copy(copy_a, stages_a[None, None, 0, 0], into_ra[None, None, 0])
-        cute.copy(copy_b, stages_b[None, None, 0, 0], into_rb[None, None, 0])
-        blocks = plan.bk // 16
-        read, write = Int32(0), Int32(plan.stages - 1)
+        blocks, lead = plan.bk // 16, int(plan.ahead)
+        write, read = Int32(plan.stages - 1), Int32(0)
+        if const_expr(plan.ahead):
+            cute.arch.cp_async_wait_group(plan.stages - 2)
+            cute.arch.sync_threads()
+            cute.copy(copy_a, stages_a[None, None, 0, read], into_ra[None, None, 0])
+            cute.copy(copy_b, stages_b[None, None, 0, read], into_rb[None, None, 0])
         for k in cutlass.range(cute.ceil_div(depth, plan.bk), unroll=1):
             for kb in range_constexpr(blocks):
-                if const_expr(kb == blocks - 1):
+                fetch = (kb + lead) % blocks
+                if const_expr(fetch == 0):
                     cute.arch.cp_async_wait_group(plan.stages - 2)
                     cute.arch.sync_threads()
+                cute.copy(copy_a, stages_a[None, None, fetch, read], into_ra[None, None, fetch])
+                cute.copy(copy_b, stages_b[None, None, fetch, read], into_rb[None, None, fetch])
+                if const_expr(fetch == blocks - 1):
                     read = Int32(0) if read == plan.stages - 1 else read + 1
-                # Fragments of the next 16 columns are on their way while these are multiplied.
-                ahead = (kb + 1) % blocks
-                cute.copy(copy_a, stages_a[None, None, ahead, read], into_ra[None, None, ahead])
-                cute.copy(copy_b, stages_b[None, None, ahead, read], into_rb[None, None, ahead])
                 if const_expr(kb == 0):
+                    # Every thread has passed the barrier since it read the stage before this one.
                     later = k + plan.stages - 1
                     self.load(from_a, a_line, into_a, write, rows - i, depth, later)
                     if not alone:
@@ -142,31 +147,18 @@ class SymmetricSm80:
         cute.arch.sync_threads()
 
         size = self.epilogue.size
+        c_matrix, out = c + size * c_batch * matrix, d + size * d_batch * matrix
         places = part.partition_C(cute.make_identity_tensor((plan.tile, plan.tile)))
         sums.store(alpha * sums.load())
         if c != 0:
-            source = c + size * (c_batch * matrix + Int64(i) * Int64(c_line) + j)
-            self.epilogue.load_c(base, source, c_line, rows - i, rows - j)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            self.epilogue.add_c(sums, places, base, beta)
-            cute.arch.sync_threads()
+            self.epilogue.add_c(sums, places, base, c_matrix, c_line, i, j, rows, beta)
         if on_diagonal:
-            self.epilogue.stage_diagonal(sums, places, base, diag)
-        else:
-            self.epilogue.stage(sums, places, base)
+            self.epilogue.add_diagonal(sums, places, diag)
+        self.epilogue.stage(sums, places, base)
         cute.arch.sync_threads()
-        here = d + size * (d_batch * matrix + Int64(i) * Int64(d_line) + j)
-        mirror = d + size * (d_batch * matrix + Int64(j) * Int64(d_line) + i)
-        if i + plan.tile <= rows:
-            self.epilogue.store_rows(base, here, d_line, rows - i, rows - j, True)
-            if not on_diagonal:
-                self.epilogue.store_columns(base, mirror, d_line, rows - i, True)
-        else:
-            self.epilogue.store_rows(base, here, d_line, rows - i, rows - j, False)
-            if not on_diagonal:
-                self.epilogue.store_columns(base, mirror, d_line, rows - i, False)
+        if not on_diagonal:
+            self.epilogue.store_rows(base, out, d_line, i, j, rows)
+        self.epilogue.store_columns(base, out, d_line, i, j, rows)
 
     def mma(self) -> cute.TiledMma:
         """The block's warps side by side over 16 rows and 16 columns each."""
