@@ -10,19 +10,18 @@ import torch
 from ptx import Memory, run
 from ptx.mutate import survivors
 from triton_products import (
-    DTYPES,
     beyond,
     call_of,
+    check_resources,
     compiled,
     execute,
     fill,
-    in_interpreter,
+    interpret,
     matrices,
-    resources,
     sass,
 )
 
-from dmuon.kernels.gpu.arch import ARCHS, arch_named
+from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary, Unsupported
 from dmuon.kernels.gpu.calls import Matrices
 from dmuon.kernels.gpu.triton_kernels.symmetric import FIELDS, SYMMETRIC
@@ -212,13 +211,8 @@ def test_tiles_are_exact_up_to_two_to_the_31(group: int) -> None:
         assert (i, j) == (first + expected[0], expected[1])
 
 
-def test_mathematics_in_tritons_interpreter() -> None:
-    in_interpreter("from test_triton_symmetric import check_mathematics; check_mathematics()")
-
-
 def check_mathematics() -> None:
-    from triton_products import interpret
-
+    """To be run where Triton interprets kernels."""
     from dmuon.kernels.gpu.triton_kernels.symmetric_kernel import symmetric
 
     for op, m, n, by_columns, padding in (
@@ -242,8 +236,15 @@ def check_mathematics() -> None:
         assert torch.equal(out.double(), lower.tril() + lower.tril(-1).mT)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_faults_are_noticed(arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "config", "kinds", "every"),
+    [
+        ("sm_80", SMALL, ("zero fill", "ldmatrix address"), 5),
+        ("sm_90a", SMALL, ("copy wait", "zero fill"), 2),
+        ("sm_90a", MIDDLE, ("copy wait", "wgmma wait", "proxy fence"), 1),
+    ],
+)
+def test_faults_are_noticed(arch: str, config: dict[str, Any], kinds: tuple[str, ...], every: int) -> None:
     X, out = fill(matrices(1, 72, 104, "bf16"), 1), matrices(1, 72, 72, "bf16")
     call = call_of("gram", X, None, None, out, 1.0)
     expected = (X.double() @ X.double().mT).to(out.dtype)
@@ -251,54 +252,27 @@ def test_faults_are_noticed(arch: str) -> None:
     def verify(binary: Binary) -> None:
         for seed in (None, 1, 2):
             out.fill_(torch.nan)
-            run(
-                binary,
-                SYMMETRIC.launch(call, SMALL, binary, 1),
-                Memory.of(X, out),
-                seed=seed,
-                max_steps=200_000,
-            )
+            launch = SYMMETRIC.launch(call, config, binary, 1)
+            run(binary, launch, Memory.of(X, out), seed=seed, max_steps=200_000)
             assert torch.equal(out, expected)
 
-    binary = compiled(SYMMETRIC.spec(call, SMALL, ARCHS[arch]))
-    lived = survivors(binary, verify, "copy wait", "zero fill", "ldmatrix address", every=5)
+    lived = survivors(compiled(SYMMETRIC.spec(call, config, ARCHS[arch])), verify, *kinds, every=every)
     assert not lived, "\n".join(map(str, lived))
 
 
-def test_hopper_multiplies_by_warpgroup() -> None:
-    X, out = fill(matrices(1, 128, 64, "bf16"), 1), matrices(1, 128, 128, "bf16")
-    for config in (MIDDLE, LARGE):
-        binary = compiled(SYMMETRIC.spec(call_of("gram", X, None, None, out), config, ARCHS["sm_90a"]))
-        text = sass(binary)
-        assert "HGMMA" in text and "HMMA" not in text
-        assert "LDGSTS.E.BYPASS.LTC128B.128" in text or "LDGSTS.E.BYPASS.128" in text
-        assert "STG.E.128" in text and "STG.E.U16" not in text
-
-
-def spec_of(
+def resources_of(
     config: dict[str, Any], arch: str, out_dtype: str, *, by_columns: bool = False, padding: int = 8
-) -> Any:
-    X = matrices(
-        1, 64 if padding else 63, 64 if padding else 63, "bf16", by_columns=by_columns, padding=padding
-    )
-    out = matrices(1, len(X[0]), len(X[0]), out_dtype, padding=padding)
-    return SYMMETRIC.spec(call_of("gram", X, None, None, out), config, arch_named(arch))
+) -> Binary:
+    size = 64 if padding else 63
+    X = matrices(1, size, size, "bf16", by_columns=by_columns, padding=padding)
+    out = matrices(1, size, size, out_dtype, padding=padding)
+    return check_resources(SYMMETRIC.spec(call_of("gram", X, None, out, out), config, ARCHS[arch]), config)
 
 
-def check_resources(config: dict[str, Any], arch: str, out_dtype: str, **layout: Any) -> None:
-    """No spills, and no more shared memory than the configuration was admitted with."""
-    binary = compiled(spec_of(config, arch, out_dtype, **layout))
-    used = resources(binary)
-    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 255, (config, layout, used)
-    assert binary.threads == 32 * config["warps"]
-    bound = ARCHS[arch].shared_bytes
-    assert binary.shared_bytes <= bound
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_nothing_is_spilled(arch: str) -> None:
-    check_resources(LARGE | {"block_k": 64}, arch, "fp32")
-    check_resources(SMALL, arch, "bf16", padding=0)
+def test_hopper_multiplies_by_warpgroup_and_spills_nothing() -> None:
+    text = sass(resources_of(LARGE, "sm_90a", "fp32"))
+    assert "HGMMA" in text and "HMMA" not in text
+    assert "STG.E.128" in text and "STG.E.64" not in text
 
 
 @pytest.mark.slow
@@ -306,13 +280,12 @@ def test_nothing_is_spilled(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled_in_any_configuration(arch: str) -> None:
     for config in SYMMETRIC.configs("gram", 4096, 4096, "bf16", ARCHS[arch]):
-        if config["group"] == 8:
-            for by_columns in (False, True):
-                check_resources(config, arch, "fp32", by_columns=by_columns)
-                check_resources(config, arch, "bf16", by_columns=by_columns)
+        for by_columns in (False, True):
+            resources_of(config, arch, "fp32", by_columns=by_columns)
+            resources_of(config, arch, "bf16", by_columns=by_columns)
     for config in SYMMETRIC.configs("gram", 4095, 4095, "bf16", ARCHS[arch]):
         for by_columns in (False, True):
-            check_resources(config, arch, "fp32", by_columns=by_columns, padding=0)
+            resources_of(config, arch, "fp32", by_columns=by_columns, padding=0)
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
@@ -336,9 +309,9 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="got op 'apply'"):
         SYMMETRIC.check("apply", SMALL)
     with pytest.raises(Unsupported, match=r"bytes of shared memory, sm_86 has 101376"):
-        spec_of({"block": 128, "block_k": 128, "warps": 8, "stages": 6, "group": 8}, "sm_86", "bf16")
+        resources_of({"block": 128, "block_k": 128, "warps": 8, "stages": 6, "group": 8}, "sm_86", "bf16")
     with pytest.raises(Unsupported, match="multiples of 8 elements"):
-        spec_of(LARGE, "sm_80", "bf16", padding=0)
+        resources_of(LARGE, "sm_80", "bf16", padding=0)
     X, out = matrices(1, 16, 16, "bf16"), matrices(1, 16, 16, "bf16")
     call = call_of("gram", X, None, None, out)
     for part, message in (
@@ -359,7 +332,3 @@ def test_fields_are_those_of_every_configuration() -> None:
     offered = SYMMETRIC.configs("gram", 4096, 4096, "fp16", ARCHS["sm_90a"])
     assert all(set(config) == set(FIELDS) for config in offered)
     assert {config["block"] for config in offered} == {32, 64, 128}
-
-
-def test_dtypes_are_the_contract_s() -> None:
-    assert set(DTYPES) == {"bf16", "fp16", "fp32"}

@@ -19,7 +19,7 @@ from ptx.report import Report
 from torch import Tensor
 
 from dmuon.kernels.gpu.arch import arch_named
-from dmuon.kernels.gpu.binary import Binary, Launch
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch
 from dmuon.kernels.gpu.build import build_here
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
 from dmuon.kernels.gpu.family import ProductFamily
@@ -46,7 +46,9 @@ def matrices(
 
 def fill(tensor: Tensor, seed: int, *, symmetric: bool = False) -> Tensor:
     """With integers so small that every sum is exact in fp32."""
-    values = torch.randint(-2, 3, tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
+    values = torch.randint(-2, 3, tensor.shape, generator=torch.Generator().manual_seed(seed)).to(
+        tensor.dtype
+    )
     return tensor.copy_(values.tril() + values.tril(-1).mT if symmetric else values)
 
 
@@ -59,7 +61,12 @@ def call_of(
 
 
 def execute(
-    family: ProductFamily, call: ProductCall, config: dict[str, Any], arch: str, tensors: list[Tensor], seed: int | None
+    family: ProductFamily,
+    call: ProductCall,
+    config: dict[str, Any],
+    arch: str,
+    tensors: list[Tensor],
+    seed: int | None,
 ) -> Report:
     """Run the PTX that ``config`` compiles to; nothing but the elements of ``tensors`` may be touched."""
     binary = compiled(family.spec(call, config, arch_named(arch)))
@@ -96,21 +103,25 @@ def in_interpreter(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def resources(binary: Binary) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack and local memory: where spilled registers go."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.cubin)
-        file.flush()
-        command = [tool("cuobjdump"), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+def check_resources(spec: KernelSpec, config: dict[str, Any]) -> Binary:
+    """Compile, and demand no spilled registers and no more shared memory than the arch has."""
+    binary = compiled(spec)
+    text = _cuobjdump(binary, "--dump-resource-usage")
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 255, (spec, used)
+    assert binary.threads == 32 * config["warps"]
+    assert binary.shared_bytes <= arch_named(spec.arch).shared_bytes
+    return binary
 
 
 def sass(binary: Binary) -> str:
     """The machine code in words."""
+    return _cuobjdump(binary, "--dump-sass")
+
+
+def _cuobjdump(binary: Binary, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.cubin)
         file.flush()
-        return subprocess.run(
-            [tool("cuobjdump"), "--dump-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool("cuobjdump"), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
