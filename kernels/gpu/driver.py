@@ -22,6 +22,11 @@ _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
 _DTYPES = {"fp16": 6, "fp32": 7, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_…
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_…
 _PROMOTION_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_NOT_FOR_THIS_DRIVER = (
+    200,
+    209,
+    222,
+)  # CUDA_ERROR_INVALID_IMAGE, …_NO_BINARY_FOR_GPU, …_UNSUPPORTED_PTX_VERSION
 _ENCODED_MAPS = 4096
 
 
@@ -30,6 +35,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (ctypes.c_uint,),
     "cuGetErrorName": (ctypes.c_int, _OUT),
     "cuGetErrorString": (ctypes.c_int, _OUT),
+    "cuDriverGetVersion": (_OUT,),
     "cuDeviceGet": (_OUT, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_OUT, ctypes.c_int),
     "cuCtxGetCurrent": (_OUT,),
@@ -98,11 +104,19 @@ class Driver:
     def check(self, code: int, what: str) -> None:
         """Raise RuntimeError about ``what`` unless ``code`` is success."""
         if code:
-            name, text = ctypes.c_char_p(), ctypes.c_char_p()
-            self.library.cuGetErrorName(code, ctypes.byref(name))
-            self.library.cuGetErrorString(code, ctypes.byref(text))
-            words = [each.value.decode() for each in (name, text) if each.value]
-            raise RuntimeError(f"{what}: {': '.join(words) or f'CUDA error {code}'}")
+            raise RuntimeError(self._problem(code, what))
+
+    def _problem(self, code: int, what: str) -> str:
+        name, text = ctypes.c_char_p(), ctypes.c_char_p()
+        self.library.cuGetErrorName(code, ctypes.byref(name))
+        self.library.cuGetErrorString(code, ctypes.byref(text))
+        words = [each.value.decode() for each in (name, text) if each.value]
+        return f"{what}: {': '.join(words) or f'CUDA error {code}'}"
+
+    def _version(self) -> str:
+        version = ctypes.c_int()
+        self.library.cuDriverGetVersion(ctypes.byref(version))
+        return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
     def context(self, device: int) -> int:
         """The primary context of a device, which is the one that PyTorch uses."""
@@ -135,7 +149,10 @@ class Driver:
         if key not in self._functions:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             code = self.library.cuModuleLoadData(ctypes.byref(module), binary.cubin)
-            self.check(code, f"loading {binary.entry}, compiled for {binary.spec.arch}, on cuda:{device}")
+            what = f"loading {binary.entry}, compiled for {binary.spec.arch}, on cuda:{device}"
+            if code in _NOT_FOR_THIS_DRIVER:
+                raise Unsupported(f"{self._problem(code, what)}; the driver supports CUDA {self._version()}")
+            self.check(code, what)
             code = self.library.cuModuleGetFunction(ctypes.byref(function), module, binary.entry.encode())
             self.check(code, f"looking up {binary.entry} in its cubin")
             if binary.shared_bytes > _SHARED_WITHOUT_ASKING:
@@ -177,7 +194,7 @@ def prepared(binary: Binary, launch: Launch, device: torch.device) -> Callable[[
     it; prepare outside the capture.
 
     Raises:
-        Unsupported: there is no CUDA driver, or it is too old for the launch.
+        Unsupported: there is no CUDA driver, or it is too old for launches such as this or for the compiler.
         ValueError: the arguments do not fit the binary's parameters.
         RuntimeError: the driver refused; the message names kernel and cause. So does the function.
     """

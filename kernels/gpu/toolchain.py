@@ -18,6 +18,7 @@ from pathlib import Path
 from dmuon.kernels.gpu.binary import Unsupported
 
 _STANDARD = "-std=c++17"
+_REMEDY = "set CUDA_HOME to a CUDA toolkit, or install tilelang[nvcc]"
 
 
 def tool(name: str) -> Path:
@@ -95,14 +96,14 @@ def _by_nvcc(nvcc: Path, source: str, arch: str, includes: Sequence[str | Path])
 
 def _by_nvrtc(source: str, arch: str, includes: Sequence[str | Path]) -> str:
     nvrtc = _nvrtc()
-    headers = next(_headers(), None)
+    headers = next((root for root in _headers() if (root / "cccl").is_dir()), None)
     if headers is None:
-        raise Unsupported("found NVRTC but no CUDA headers: install the triton wheel, or set CUDA_HOME")
+        raise Unsupported(f"found NVRTC but not CUDA's C++ headers: {_REMEDY}, or the nvidia-cuda-cccl wheel")
     options = [
         f"--gpu-architecture={arch.replace('sm_', 'compute_')}",
         _STANDARD,
         "--device-as-default-execution-space",
-        *(f"--include-path={folder}" for folder in (*includes, headers)),
+        *(f"--include-path={folder}" for folder in (*includes, headers, headers / "cccl")),
     ]
     program = ctypes.c_void_p()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
@@ -125,9 +126,7 @@ def _nvrtc() -> ctypes.CDLL:
             for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins))
             return ctypes.CDLL(str(library))
-    raise Unsupported(
-        "found neither nvcc nor NVRTC: set CUDA_HOME to a CUDA toolkit, or install the nvidia-cuda-nvrtc wheel"
-    )
+    raise Unsupported(f"found neither nvcc nor NVRTC: {_REMEDY}")
 
 
 def _check(code: int) -> None:

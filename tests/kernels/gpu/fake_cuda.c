@@ -8,13 +8,12 @@ static char text[1 << 16];
 static size_t used;
 static CUcontext stack[8] = {NULL};
 static int depth;
-static CUtensorMap maps;
 
 const char *fake_log(void) { return text; }
 void fake_clear(void) { used = 0, text[0] = 0; }
 int fake_param_sizes[16];  // set by the test: the driver knows them from the cubin
 const char *fake_failing = "";  // the function that fails
-int fake_failure = CUDA_ERROR_INVALID_IMAGE;
+int fake_failure = CUDA_ERROR_INVALID_VALUE;
 
 static CUresult note(const char *function, const char *format, ...) {
     va_list args;
@@ -35,14 +34,16 @@ void fake_set_current(CUcontext context) { depth = 0, stack[0] = context; }
 CUresult cuInit(unsigned flags) { return note("cuInit", " %u", flags); }
 
 CUresult cuGetErrorName(CUresult error, const char **out) {
-    *out = error == CUDA_ERROR_INVALID_IMAGE ? "CUDA_ERROR_INVALID_IMAGE" : NULL;
+    *out = error == CUDA_ERROR_INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : NULL;
     return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuGetErrorString(CUresult error, const char **out) {
-    *out = error == CUDA_ERROR_INVALID_IMAGE ? "device kernel image is invalid" : NULL;
+    *out = error == CUDA_ERROR_INVALID_VALUE ? "invalid argument" : NULL;
     return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
+
+CUresult cuDriverGetVersion(int *version) { return *version = 12080, CUDA_SUCCESS; }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     *device = ordinal + 100;
