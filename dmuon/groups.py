@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +91,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         _check_number("momentum", options["momentum"], below=1.0)
     for key in ("betas", "adamw_betas"):
         if key in options:
-            if len(options[key]) != 2:
+            if not isinstance(options[key], Sequence) or len(options[key]) != 2:
                 raise ValueError(f"{key} must be two numbers, got {options[key]!r}")
             for beta in options[key]:
                 _check_number(key, beta, below=1.0)
@@ -104,9 +104,13 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
+    if "params" not in group:
+        raise ValueError(f"a parameter group needs 'params', got {sorted(group)}")
     params = group["params"]
     if isinstance(params, (set, frozenset)):
         raise TypeError("params must be an ordered collection: a set gives another order in every run")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be tensors or (name, tensor) pairs, got {type(params).__name__}")
     params = [params] if isinstance(params, Tensor) else list(params)
     if "param_names" in group and not any(isinstance(entry, tuple) for entry in params):
         params = list(zip(group["param_names"], params, strict=True))

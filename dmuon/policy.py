@@ -144,7 +144,7 @@ class MatrixPolicy:
 
 
 def _reason_for_adamw(slot: Slot) -> str | None:
-    if any(part.startswith("lora_") for part in slot.clean_name.split(".")):
+    if any("lora" in part.lower().split("_") for part in slot.clean_name.split(".")):
         return "LoRA factor"
     if _is_bias(slot):
         return "bias"

@@ -74,7 +74,12 @@ def describe(model: nn.Module, policy: MatrixPolicy | None = None) -> Descriptio
     """How ``policy`` (default: :class:`MatrixPolicy`'s rules) routes ``model``: ``print(describe(model))``.
 
     The model may be on the meta device.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return Description(tuple((policy or MatrixPolicy()).route_model(model)))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmuon.groups import OPTIONS
 from dmuon.slots import clean
 
 STATE = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
@@ -17,6 +18,12 @@ STATE = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}
 
 def check_loadable(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise a ValueError that says what is wrong if ``state_dict`` is not of an optimizer like this one."""
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ValueError(
+            f"the state dict lacks {' and '.join(map(repr, missing))}, it has {sorted(state_dict) or 'nothing'}: "
+            "give what the optimizer's own state_dict() returned"
+        )
     ours, saved = optimizer.param_groups, state_dict["param_groups"]
     if any(group.get("algorithm") not in STATE for group in saved):
         raise ValueError(
@@ -31,6 +38,9 @@ def check_loadable(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     if all("param_names" in group for group in (*ours, *saved)):
         _check_names(ours, saved)
     for group, other in zip(ours, saved, strict=True):
+        lacking = sorted({"params", *OPTIONS[group["algorithm"]]} - other.keys())
+        if lacking:
+            raise ValueError(f"a {group['algorithm']} group of the state dict lacks {', '.join(lacking)}")
         # Unequal lengths are torch's to report.
         for k, (parameter, index) in enumerate(zip(group["params"], other["params"], strict=False)):
             label = repr(group["param_names"][k]) if "param_names" in group else str(k)

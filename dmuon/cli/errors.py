@@ -36,6 +36,18 @@ def bad_input() -> Iterator[None]:
         raise BadInput(_one_line(error)) from error
 
 
+@contextmanager
+def usage_on_one_line() -> Iterator[None]:
+    """Turn click's errors of usage, which it prints on four lines, into BadInput."""
+    try:
+        yield
+    except click.UsageError as error:
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # since click 8.2
+            raise
+        page = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+        raise BadInput(" ".join(error.format_message().split()).rstrip(".") + page) from error
+
+
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"

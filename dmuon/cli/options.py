@@ -14,6 +14,10 @@ from dmuon.cli.errors import bad_input
 if TYPE_CHECKING:
     from dmuon.tuning_cache import Store
 
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+OPERATIONS = ("gram_ns", "gram", "symmetric_product", "apply")
+"""As in :mod:`dmuon.kernels`, which would bring torch along."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -61,3 +65,14 @@ def parse_age(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     if match is None:
         raise click.BadParameter(f"{value!r} is not an age such as 30d, 12h or 90m", ctx, param)
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
+
+
+def check_backend(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """An option's callback: the name of a backend, or of those that share a trial, as ``blocked+torch``."""
+    if value is None:
+        return None
+    from dmuon.kernels.backends import BACKENDS
+
+    if not set(value.split("+")) <= BACKENDS.keys():
+        raise click.BadParameter(f"{value!r} is not one of {', '.join(map(repr, BACKENDS))}", ctx, param)
+    return value

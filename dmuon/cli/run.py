@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dmuon.cli.errors import INTERRUPTED, BadInput, bad_input
-from dmuon.cli.options import json_option, open_store, store_option
+from dmuon.cli.options import PRECISIONS, json_option, open_store, store_option
 
 if TYPE_CHECKING:
     from dmuon.models import ModelShapes
@@ -48,7 +48,7 @@ class BudgetType(click.ParamType[float]):
 )
 @click.option(
     "--precision",
-    type=click.Choice(["auto", "fp64", "fp32", "bf16", "fp16"]),
+    type=click.Choice(["auto", *PRECISIONS]),
     default="auto",
     show_default=True,
     help="What to compute in; auto is fp32 on a CPU, fp16 on a GPU, as in training.",

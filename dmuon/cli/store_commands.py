@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dmuon.cli.errors import bad_input
-from dmuon.cli.options import json_option, open_store, parse_age, parse_shape, store_option
+from dmuon.cli.options import (
+    OPERATIONS,
+    PRECISIONS,
+    check_backend,
+    json_option,
+    open_store,
+    parse_age,
+    parse_shape,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from dmuon.tuning_cache import Store, Trial
@@ -48,10 +57,10 @@ class _Filters:
 def _filter_options(command: Command) -> Command:
     options = (
         click.option("--device", metavar="KEY", help="A device's key, or its kind: cpu, cuda."),
-        click.option("--op", metavar="NAME", help="An operation, such as gram_ns."),
-        click.option("--dtype", metavar="NAME", help="A precision: fp64, fp32, bf16 or fp16."),
+        click.option("--op", type=click.Choice(OPERATIONS), help="An operation."),
+        click.option("--dtype", type=click.Choice(PRECISIONS), help="A precision."),
         click.option("--shape", callback=parse_shape, metavar="MxN", help="A shape, such as 768x3072."),
-        click.option("--backend", metavar="NAME", help="A backend, such as blocked."),
+        click.option("--backend", callback=check_backend, metavar="NAME", help="A backend, such as blocked."),
         click.option("--status", type=click.Choice(["ok", "rejected", "failed"]), help="What came of it."),
     )
     for option in reversed(options):

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_helpers import invoke
+from cli_helpers import check_one_line_error, invoke
+from click.testing import CliRunner
 
 import dmuon
+from dmuon.cli import main
 
 COMMANDS = ["run", "compile", "shapes", "show", "export", "import", "prune", "doctor"]
 
@@ -89,6 +91,24 @@ def test_a_mistyped_word_gets_the_commands_and_the_models(word, near):
     assert result.stderr.count("\n") == 1
     assert near in result.stderr and ("did you mean" in result.stderr) == bool(near)
     assert all(name in result.stderr for name in [*COMMANDS, "qwen2.5-7b"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--bogus"], "--bogus"),
+        (["run", "gpt2", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'; see dmuon-tune run"),
+        (["run", "gpt2", "more", "words"], "extra arguments (more words); see dmuon-tune run --help"),
+        (["gpt2", "--budget"], "requires an argument"),
+        (["gpt2", "--budget", "2x"], "--budget 2x: a time above zero"),
+    ],
+)
+def test_a_wrong_call_gets_one_line(arguments, says):
+    check_one_line_error(*arguments, says=says)
+
+
+def test_without_arguments_comes_the_help():
+    assert "Commands:" in CliRunner().invoke(main, []).output
 
 
 def test_an_interrupted_command_exits_with_130(fake_run):

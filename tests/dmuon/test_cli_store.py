@@ -9,7 +9,10 @@ import pytest
 from cli_helpers import CPU, GPU, check_one_line_error, invoke, lines, trial
 
 import dmuon.autotune
-from dmuon.kernels.choose import NSChoice
+from dmuon.cli.options import OPERATIONS as CLI_OPERATIONS
+from dmuon.cli.options import PRECISIONS as CLI_PRECISIONS
+from dmuon.kernels.choose import OPERATIONS, NSChoice
+from dmuon.kernels.precision import PRECISIONS
 from dmuon.tuning_cache import Store
 
 
@@ -213,7 +216,13 @@ def test_a_corrupt_store_is_set_aside_with_one_line(path):
     [
         (["show", "--shape", "768"], "'768' is not a shape such as 768x3072"),
         (["show", "--shape", "0x5"], "is not a shape"),
-        (["show", "--status", "fine"], "'fine' is not one of"),
+        (["show", "--status", "fine"], "'fine' is not one of 'ok', 'rejected', 'failed'"),
+        (["show", "--dtype", "zz"], "'zz' is not one of 'fp64', 'fp32', 'bf16', 'fp16'"),
+        (["show", "--op", "zz"], "'zz' is not one of 'gram_ns', "),
+        (["show", "--backend", "zz"], "'zz' is not one of 'torch', 'blocked', "),
+        (["export", "--dtype", "zz", "-"], "'zz' is not one of"),
+        (["show", "--bogus"], "--bogus"),
+        (["show", "--dtype"], "requires an argument"),
         (["prune", "--older-than", "2x"], "'2x' is not an age such as 30d"),
         (["prune", "--older-than", "-1d"], "is not an age"),
         (["import"], "Missing argument 'FILE'"),
@@ -223,3 +232,7 @@ def test_a_corrupt_store_is_set_aside_with_one_line(path):
 def test_bad_arguments(path, arguments, says):
     check_one_line_error(*arguments, says=says)
     assert not path.parent.exists()
+
+
+def test_the_words_that_options_take_are_those_of_the_kernels():
+    assert tuple(PRECISIONS) == CLI_PRECISIONS and OPERATIONS == CLI_OPERATIONS

@@ -156,6 +156,7 @@ def test_coefficients_are_kept_as_plain_data() -> None:
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"adamw_betas": (0.9, 1.0)}, r"adamw_betas must be in \[0, 1\)"),
         ({"adamw_betas": (0.9,)}, "adamw_betas must be two numbers"),
+        ({"adamw_betas": 0.9}, "adamw_betas must be two numbers, got 0.9"),
         ({"adamw_eps": -1e-8}, "adamw_eps must be at least 0"),
         ({"adjust_lr": "spectral_norm"}, "adjust_lr must be one of original"),
         ({"coefficients": "newton"}, "coefficients must be one of"),
@@ -185,6 +186,11 @@ def test_bad_parameters_are_named() -> None:
     for params, error, message in [
         ([], ValueError, "empty parameter list"),
         ([{"params": []}], ValueError, "empty parameter list"),
+        ([{"lr": 0.1}], ValueError, r"needs 'params', got \['lr'\]"),
+        ([{"params": 3}], TypeError, r"params must be tensors or \(name, tensor\) pairs, got int"),
+        (None, TypeError, "takes a module or an iterable of parameters.* got NoneType"),
+        ("weight", TypeError, "takes a module .* got str"),
+        (nn.Linear(2, 2).state_dict(), TypeError, "takes a module .* got OrderedDict"),
         ({matrix()}, TypeError, "ordered collection"),
         ([1.0], TypeError, "must hold tensors"),
         ([("a", matrix()), matrix()], ValueError, "all be named or all"),
@@ -208,8 +214,10 @@ def test_bad_parameters_are_named() -> None:
 def test_a_model_without_matrices_says_what_it_has() -> None:
     with pytest.raises(ValueError, match="it has 1 x embedding, 1 x normalisation"):
         dmuon.Muon(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
-    with pytest.raises(ValueError, match="it has nothing"):
+    with pytest.raises(ValueError, match="no parameter to train: they are all frozen"):
         dmuon.Muon(nn.Linear(4, 4).requires_grad_(False))
+    with pytest.raises(ValueError, match="no parameter to train: it has none at all"):
+        dmuon.Muon(nn.ReLU())
     with pytest.raises(ValueError, match="meta"):
         dmuon.Muon(nn.Linear(4, 4, device="meta"))
 

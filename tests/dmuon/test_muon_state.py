@@ -127,6 +127,19 @@ def test_states_of_other_optimizers_are_refused() -> None:
     refused(optimizer, stepped(model, torch.optim.Muon(matrices)), "groups name no algorithm")
 
 
+def test_what_is_no_state_dict_is_refused() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model)
+    refused(optimizer, {}, "lacks 'state' and 'param_groups', it has nothing")
+    whole = stepped(model, dmuon.Muon(model))
+    refused(optimizer, {"model": {}, "optimizer": whole}, r"it has \['model', 'optimizer'\]")
+    refused(optimizer, {"state": whole["state"]}, "lacks 'param_groups'")
+    del whole["param_groups"][0]["momentum"]
+    refused(optimizer, whole, "a muon group of the state dict lacks momentum")
+    with pytest.raises(TypeError, match="must be a dict, got NoneType"):
+        optimizer.load_state_dict(None)  # type: ignore[arg-type]
+
+
 def test_missing_and_extra_names_are_listed() -> None:
     optimizer = dmuon.Muon(build())
     larger = nn.Sequential(*build(), nn.Linear(8, 6))

@@ -167,12 +167,14 @@ def test_heads_by_name(name: str, head: bool) -> None:
         "q_proj.lora_B.weight",
         "embed.lora_embedding_A.default",
         "layers.0.lora_A",
+        "to_q.lora.down.weight",
+        "attn1.processor.to_q_lora.up.weight",
     ],
 )
 def test_lora_factors_are_adamws_unless_named(name: str) -> None:
     pair = [(name, parameter(4, 64))]
     assert MatrixPolicy().route_named(pair)[0].reason == "LoRA factor"
-    included = MatrixPolicy(include=["*lora_*"]).route_named(pair)[0]
+    included = MatrixPolicy(include=["*lora*"]).route_named(pair)[0]
     assert sizes(included) == [(1, 4, 64)]
 
 

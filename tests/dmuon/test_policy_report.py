@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,11 @@ def test_describe_follows_the_policy() -> None:
 
 def test_describe_of_nothing() -> None:
     assert str(dmuon.describe(nn.ReLU())) == "Total: 0 parameters, 0 elements"
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
+        dmuon.describe(3)  # type: ignore[arg-type]
 
 
 def test_only_whole_parts_are_numbers() -> None:
