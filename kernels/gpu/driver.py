@@ -17,7 +17,6 @@ LIBRARIES = ("libcuda.so.1", "libcuda.so")
 
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_SHARED_WITHOUT_ASKING = 48 << 10
 _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
 _DTYPES = {"fp16": 6, "fp32": 7, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_…
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_…
@@ -155,7 +154,7 @@ class Driver:
             self.check(code, what)
             code = self.library.cuModuleGetFunction(ctypes.byref(function), module, binary.entry.encode())
             self.check(code, f"looking up {binary.entry} in its cubin")
-            if binary.shared_bytes > _SHARED_WITHOUT_ASKING:
+            if binary.shared_bytes:
                 code = self.library.cuFuncSetAttribute(
                     function, _MAX_DYNAMIC_SHARED_BYTES, binary.shared_bytes
                 )

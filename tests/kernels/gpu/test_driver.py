@@ -105,8 +105,8 @@ def test_in_the_current_context_a_launch_is_one_call(fake, library):
     assert [line.split()[0] for line in fake()] == ["cuLaunchKernelEx"] * 2
 
 
-def test_no_cluster_and_little_shared_memory_need_no_attributes(fake):
-    prepared(replace(BINARY, cluster=(1, 1, 1), shared_bytes=49152), LAUNCH, torch.device("cuda", 0))()
+def test_no_cluster_and_no_shared_memory_need_no_attributes(fake):
+    prepared(replace(BINARY, cluster=(1, 1, 1), shared_bytes=0), LAUNCH, torch.device("cuda", 0))()
     assert "cluster" not in fake()[-2] and not any("cuFuncSetAttribute" in line for line in fake())
 
 
