@@ -287,7 +287,7 @@ def extract_bits(machine: Machine, statement: Instruction) -> Closure:
             sign = (wide >> np.maximum(last, 0).astype(np.uint64)) & np.uint64(1)
             kept = np.where((sign == 1) & (count > 0), kept | ~ones, kept)
             # Bits past the end of the value repeat its sign.
-            past = (first + count > bits) & (sign == 1)
+            past = (first + count > bits) & (sign == 1) & (count > 0)
             real = np.where(first < bits, np.maximum(bits - first, 0), 0).astype(np.uint64)
             kept = np.where(past, kept | (~np.uint64(0) << np.minimum(real, np.uint64(63))), kept)
         write(kept.astype(UNSIGNED[bits // 8]).view(DTYPES[kind]), mask)

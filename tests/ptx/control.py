@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx.history import union
 from ptx.program import Instruction, Symbol
-from ptx.table import AGAIN, MOVED, Closure, Mask, instruction
+from ptx.table import AGAIN, MOVED, Closure, Mask, instruction, lanes_of
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -131,7 +132,9 @@ def block_barrier(machine: Machine, statement: Instruction) -> Closure:
             block, barrier = divmod(key, 16)
             mine = lanes[keys == key]
             machine.arrived[block, barrier] += mine.size
-            machine.barrier_warps.setdefault(key, []).append(np.unique(machine.warp[mine]))
+            if machine.history.active:
+                known = machine.history.publish(np.unique(machine.warp[mine]))
+                machine.barrier_known[key] = union(machine.barrier_known.get(key), known)
             expected = None if count is None else int(np.broadcast_to(count, (machine.threads,))[mine[0]])
             if expected is not None and expected % 32:
                 raise RuntimeError(f"a barrier for {expected} threads, which is no multiple of 32")
@@ -159,8 +162,9 @@ def _release(machine: Machine, block: int, barrier: int, result: Any) -> None:
     machine.state[waiting] = _RUNNING
     machine.barrier[waiting] = -1
     machine.arrived[block, barrier] = 0
-    publishers = np.unique(np.concatenate(machine.barrier_warps.pop(block * 16 + barrier)))
-    machine.history.meet(publishers, np.unique(machine.warp[waiting]))
+    machine.history.learn(
+        np.unique(machine.warp[waiting]), machine.barrier_known.pop(block * 16 + barrier, None)
+    )
     if result is not None:
         result.deliver(waiting)
 
@@ -197,6 +201,11 @@ def cluster_arrive(machine: Machine, statement: Instruction) -> Closure:
         if np.any(machine.cluster_arrived[mask]):
             raise RuntimeError("a thread arrived at the cluster barrier twice without waiting")
         machine.cluster_arrived[mask] = True
+        lanes = np.arange(machine.threads)[lanes_of(mask)]
+        width = machine.block_width * machine.shape.cluster_blocks
+        for cluster in np.unique(lanes // width).tolist():
+            known = machine.history.publish(np.unique(machine.warp[lanes[lanes // width == cluster]]))
+            machine.cluster_known[cluster] = union(machine.cluster_known.get(cluster), known)
         return AGAIN if _release_clusters(machine) else None
 
     return run
@@ -209,6 +218,11 @@ def cluster_wait(machine: Machine, statement: Instruction) -> Closure:
         machine.state[mask] = np.where(machine.cluster_passed[mask], _RUNNING, _AT_CLUSTER)
         if not np.all(machine.cluster_arrived[mask] | machine.cluster_passed[mask]):
             raise RuntimeError("a thread waits at the cluster barrier without having arrived")
+        for cluster, known in machine.cluster_over.items():
+            passed = machine.cluster_passed & (
+                machine.cluster_first == cluster * machine.shape.cluster_blocks
+            )
+            machine.history.learn(np.unique(machine.warp[mask & passed]), known)
         machine.cluster_passed[mask] = False
         return MOVED
 
@@ -229,8 +243,9 @@ def _release_clusters(machine: Machine) -> bool:
         machine.cluster_arrived[part] = False
         machine.cluster_passed[part] = live[cluster] & ~waiting
         machine.state[part][waiting] = _RUNNING
-        warps = np.arange(part.start // 32, part.stop // 32)
-        machine.history.meet(warps, warps)
+        known = machine.cluster_known.pop(cluster, None)
+        machine.cluster_over[cluster] = known
+        machine.history.learn(np.unique(machine.warp[part][waiting]), known)
     return True
 
 

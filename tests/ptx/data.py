@@ -143,8 +143,8 @@ def atomic(machine: Machine, statement: Instruction) -> Closure:
                 old[k, lane] = before[0]
                 after = _update(operation, kind, before, [values[k][one] for values in inputs])
                 machine.store(space, where, one, after.view(UNSIGNED[size]), size, statement.opcode)
-        for write, values in zip(writes, old, strict=True):
-            write(values, mask)
+        for place, write in enumerate(writes):
+            write(old[place], mask)
 
     return run
 

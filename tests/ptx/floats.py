@@ -12,12 +12,10 @@ from ptx.program import Instruction
 from ptx.table import Closure, Mask, instruction
 from ptx.types import (
     DTYPES,
-    bytes_of,
     exact_sum,
     fma_f32,
     round_bf16,
     round_tf32,
-    to_odd,
     truncate_bf16,
     widen_bf16,
 )
@@ -67,6 +65,11 @@ def encode(values: Any, kind: str) -> Any:
     return np.asarray(values).astype(np.float16).view(np.uint16)
 
 
+def _rectified(values: Any) -> Any:
+    """Negative numbers as zero; NaN stays."""
+    return np.where(values <= 0, values.dtype.type(0), values)
+
+
 def _narrow(values: Any) -> Any:
     """fp64 as fp32 rounded to odd, for a second rounding; fp32 as it is."""
     if values.dtype == np.float32:
@@ -100,14 +103,6 @@ def _fma_f64(x: Any, y: Any, z: Any) -> Any:
 
     x, y, z = np.broadcast_arrays(np.atleast_1d(x), y, z)
     return np.array([one(*map(float, triple)) for triple in zip(x, y, z, strict=True)], np.float64)
-
-
-def _largest(x: Any, y: Any, nan: bool) -> Any:
-    return np.maximum(x, y) if nan else np.fmax(x, y)
-
-
-def _smallest(x: Any, y: Any, nan: bool) -> Any:
-    return np.minimum(x, y) if nan else np.fmin(x, y)
 
 
 _ARITHMETIC: dict[str, tuple[int, Callable[..., Any]]] = {
@@ -171,7 +166,7 @@ def elementwise(
         if saturate:
             result = np.where(np.isnan(result), 0, np.clip(result, 0, 1))
         if relu:
-            result = np.fmax(result, 0)
+            result = _rectified(result)
         write(encode(result, kind), mask)
 
     return run
@@ -402,7 +397,7 @@ def _float_to_float(target: str, source: str, mods: set[str]) -> Callable[[Any],
         if round_ is not None:
             values = round_(values)
         if "relu" in mods:
-            values = np.fmax(values, 0)
+            values = _rectified(values)
         if "sat" in mods:
             values = np.where(np.isnan(values), 0, np.clip(values, 0, 1)).astype(values.dtype)
         if target == "tf32":
@@ -450,6 +445,3 @@ def _convert_pair(
         write(upper << np.uint32(16) | function(np.asarray(low)).view(np.uint16), mask)
 
     return run
-
-
-__all__ = ["bytes_of", "convert", "decode", "encode", "to_odd"]

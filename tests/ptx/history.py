@@ -72,11 +72,6 @@ class History:
 
     # Knowledge
 
-    def meet(self, publishers: Any, learners: Any) -> None:
-        """A barrier: ``learners`` come after all of ``publishers``."""
-        if self.active:
-            self.learn(learners, self.publish(publishers))
-
     def publish(self, warps: Any) -> Any:
         """What ``warps`` know and did, for others to learn; what they do from now on belongs to a new tick."""
         known = self.known[warps].max(0)
@@ -230,6 +225,14 @@ class History:
             if self.written[block, grain]
             else "never"
         )
+
+
+def union(x: Any, y: Any) -> Any:
+    """All that two vectors of ticks know; either may be shorter, or missing."""
+    if x is None or y is None:
+        return y if x is None else x
+    size = max(x.size, y.size)
+    return np.maximum(np.pad(x, (0, size - x.size)), np.pad(y, (0, size - y.size)))
 
 
 def _is_bulk(statement: Instruction) -> bool:

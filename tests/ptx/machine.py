@@ -116,10 +116,13 @@ class Machine:
         # Named barriers of each block: threads that have arrived, and threads that wait at which.
         self.arrived = np.zeros((self.blocks, 16), np.int64)
         self.expected = np.zeros((self.blocks, 16), np.int64)
-        self.barrier_warps: dict[int, list[Any]] = {}
+        self.barrier_known: dict[int, Any] = {}
         self.barrier = np.full(self.threads, -1, np.int64)
         self.cluster_arrived = np.zeros(self.threads, np.bool_)
         self.cluster_passed = np.zeros(self.threads, np.bool_)
+        # What the threads that arrived at a barrier had done; for a cluster's, also of the last one that is over.
+        self.cluster_known: dict[int, Any] = {}
+        self.cluster_over: dict[int, Any] = {}
         self.index = 0
         self.history = History(self, races)
         self.units: dict[str, Any] = {}
@@ -227,9 +230,11 @@ class Machine:
             self.specials[f"%ctaid.{name}"][:] = mine * self.shape.cluster[axis] + offset
         self.arrived[:] = 0
         self.barrier[:] = -1
-        self.barrier_warps.clear()
+        self.barrier_known.clear()
         self.cluster_arrived[:] = False
         self.cluster_passed[:] = False
+        self.cluster_known.clear()
+        self.cluster_over.clear()
         self.shared.reset()
         self.local.reset()
         for kind, file in self.files.items():

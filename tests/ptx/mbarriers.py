@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx.history import union
 from ptx.memory import Shared
 from ptx.program import Instruction, Pair, Sink
 from ptx.table import AGAIN, MOVED, Closure, Mask, instruction
@@ -58,7 +59,7 @@ class Barriers:
         if barrier.pending < count:
             raise RuntimeError(f"{count} arrivals at an mbarrier that expects {barrier.pending} more")
         if self.machine.history.active:
-            barrier.gathering = _union(barrier.gathering, self.machine.history.publish(warps))
+            barrier.gathering = union(barrier.gathering, self.machine.history.publish(warps))
         barrier.pending -= count
         return self.settle(barrier)
 
@@ -73,12 +74,12 @@ class Barriers:
             return False
         barrier.phase += 1
         barrier.pending = barrier.count
-        barrier.published, barrier.gathering = _union(barrier.published, barrier.gathering), None
+        barrier.published, barrier.gathering = union(barrier.published, barrier.gathering), None
         if barrier.actor >= 0:
             # The bytes of all phases so far are there.
             reached = np.zeros(barrier.actor + 1, np.int32)
             reached[barrier.actor] = barrier.phase
-            barrier.published = _union(barrier.published, reached)
+            barrier.published = union(barrier.published, reached)
         machine = self.machine
         machine.state[machine.state == _ASLEEP] = _RUNNING
         self.given_up.clear()
@@ -102,14 +103,6 @@ class Barriers:
 
     def finish(self) -> None:
         return
-
-
-def _union(x: Any, y: Any) -> Any:
-    """All that two vectors of ticks know; either may be shorter, or missing."""
-    if x is None or y is None:
-        return y if x is None else x
-    size = max(x.size, y.size)
-    return np.maximum(np.pad(x, (0, size - x.size)), np.pad(y, (0, size - y.size)))
 
 
 def _flat(machine: Machine, value: Any, lanes: Any) -> Any:

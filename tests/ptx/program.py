@@ -156,6 +156,7 @@ _STATEMENT = re.compile(
     r"(?:@(?P<neg>!?)(?P<guard>[\w$%]+)\s+)?(?P<op>[a-z][\w.:]*(?:\s+\.[\w.:]+)*)(?:\s+(?P<args>.*))?$",
     re.DOTALL,
 )
+_DEBUG = re.compile(r"\.(?:loc|file)\s")
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*):(?!:)")
 
 
@@ -263,7 +264,7 @@ class _Body:
                 position = label.end()
             else:
                 # A line of debug information (.loc, .file) has no semicolon.
-                ends = "\n" if text.startswith((".loc", ".file"), position) else ";"
+                ends = "\n" if _DEBUG.match(text, position) else ";"
                 end = text.index(ends, position)
                 statement = text[position:end]
                 self._statement(" ".join(statement.split()), line, (position, end))
@@ -296,7 +297,7 @@ class _Body:
         elif text.startswith(".branchtargets"):
             label = list(self.program.labels)[-1]
             self.program.tables[label] = tuple(self._label(t) for t in re.findall(r"[\w$]+", text)[1:])
-        elif not text.startswith((".pragma", ".loc", ".file", ".callprototype")):
+        elif not text.startswith((".pragma", ".callprototype")) and not _DEBUG.match(text):
             self._instruction(text, line, span)
 
     def _registers(self, text: str) -> None:

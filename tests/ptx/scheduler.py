@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ptx.machine import Machine
 
 _NEVER = 1 << 60
-_RUN = 20000
+_RUN = 200
 """Jumps after which a group of threads that spins lets others run."""
 
 _BUDGETS = (2, 20, 200, 2000)
