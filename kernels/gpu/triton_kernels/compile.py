@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from dmuon.kernels.gpu.arch import arch_named
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.ptx_text import entry_of, params_of, threads_of
+from dmuon.kernels.gpu.toolchain import assemble
 
 
 def compile_triton(
@@ -62,7 +63,10 @@ def compile_triton(
         raise RuntimeError(
             f"{fn.__name__} was compiled to use scratch memory, which its launches do not have"
         )
-    ptx = compiled.asm["ptx"]
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    if "wgmma.fence" in ptx and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        ptx = _fenced(ptx)
+        cubin = assemble(ptx, spec.arch)
     return Binary(
         spec=spec,
         entry=entry_of(ptx),
@@ -70,6 +74,12 @@ def compile_triton(
         shared_bytes=compiled.metadata.shared,
         params=params_of(ptx),
         ptx=ptx,
-        cubin=compiled.asm["cubin"],
+        cubin=cubin,
         extra=dict(extra or {}),
     )
+
+
+def _fenced(ptx: str) -> str:
+    """Before 3.7, Triton lets wgmma read what cp.async wrote without a fence between the two proxies."""
+    wgmma = "wgmma.fence.sync.aligned;"
+    return ptx.replace(wgmma, f"fence.proxy.async.shared::cta;\n\t{wgmma}")

@@ -239,7 +239,7 @@ def check_mathematics() -> None:
 @pytest.mark.parametrize(
     ("arch", "config", "kinds", "every"),
     [
-        ("sm_80", SMALL, ("zero fill", "ldmatrix address"), 5),
+        ("sm_80", SMALL, ("zero fill",), 2),
         ("sm_90a", SMALL, ("copy wait", "zero fill"), 2),
         ("sm_90a", MIDDLE, ("copy wait", "wgmma wait", "proxy fence"), 1),
     ],
