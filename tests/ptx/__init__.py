@@ -1,8 +1,7 @@
 """A PTX interpreter on numpy: runs what kernels really compile to, on CPU tensors. See README.md."""
 
-from ptx.history import Race
 from ptx.interpreter import run
-from ptx.memory import Memory
+from ptx.memory import Memory, Race
 from ptx.report import Report
 from ptx.scheduler import Deadlock
 

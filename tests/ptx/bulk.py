@@ -101,16 +101,16 @@ class _Tensor:
         """The index of the part within, in an array of the box (slowest dimension first)."""
         return tuple(slice(low, high) for low, high in zip(box.low[::-1], box.high[::-1], strict=True))
 
-    def read(self, coordinates: tuple[int, ...]) -> Any:
+    def read(self, coordinates: tuple[int, ...], cluster: Any) -> Any:
         """The box as 16-byte chunks; zeros outside of the tensor."""
         values = np.zeros(self.map.box[::-1], self.dtype)
         box = self.clip(coordinates)
         if not box.empty:
-            found = self.memory.load(self.addresses(box), self.item, "TMA load")
+            found = self.memory.load(self.addresses(box), self.item, "TMA load", cluster)
             values[self.part(box)] = found.reshape(values[self.part(box)].shape)
         return values.reshape(-1, 16 // self.item).view(np.complex128)[:, 0]
 
-    def write(self, coordinates: tuple[int, ...], chunks: Any, reduce: str | None) -> None:
+    def write(self, coordinates: tuple[int, ...], chunks: Any, reduce: str | None, cluster: Any) -> None:
         box = self.clip(coordinates)
         if box.empty:
             return
@@ -119,8 +119,9 @@ class _Tensor:
         )
         addresses = self.addresses(box)
         if reduce is not None:
-            values = self._reduced(addresses, values, reduce)
-        self.memory.store(addresses, values, self.item, "TMA store")
+            # Like atomics, reductions are not watched.
+            values, cluster = self._reduced(addresses, values, reduce), None
+        self.memory.store(addresses, values, self.item, "TMA store", cluster)
 
     def _reduced(self, addresses: Any, values: Any, reduce: str) -> Any:
         from ptx.floats import decode, encode
@@ -304,6 +305,7 @@ def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
                 raise RuntimeError(
                     f"a {rank}-dimensional copy of a tensor of {len(source.map.shape)} dimensions"
                 )
+            cluster = machine.cluster_number[lane]
             at = tuple(int(np.broadcast_to(c, (machine.threads,))[lane]) for c in coordinates)
             blocks, places = machine.shared_places(shared(one), one, 16, "TMA")
             block, offset = int(blocks[0]), int(places[0]) * 16
@@ -314,7 +316,7 @@ def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
                 targets = cast.targets(lane, block, int(owners[0]), int(barriers[0]))
                 woke |= engine.load(
                     _Load(
-                        lambda s=source, c=at: s.read(c),
+                        lambda s=source, c=at, k=cluster: s.read(c, k),
                         source.map.swizzle,
                         offset,
                         *targets,
@@ -327,7 +329,7 @@ def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
                 engine.store(
                     lane,
                     _Store(
-                        lambda v, s=source, c=at: s.write(c, v, reduce),
+                        lambda v, s=source, c=at, k=cluster: s.write(c, v, reduce, k),
                         source.map.swizzle,
                         offset,
                         block,
@@ -389,8 +391,8 @@ def bulk_copy(machine: Machine, statement: Instruction) -> Closure:
                 blocks, places = machine.shared_places(source(one), one, 16, "bulk store")
                 line = int(target(one)[0]) + 16 * np.arange(count // 16)
 
-                def write(values: Any, line: Any = line) -> None:
-                    machine.memory.store(line, values, 16, "bulk store")
+                def write(values: Any, line: Any = line, cluster: Any = machine.cluster_number[lane]) -> None:
+                    machine.memory.store(line, values, 16, "bulk store", cluster)
 
                 engine.store(lane, _Store(write, 0, int(places[0]) * 16, int(blocks[0]), count))
                 continue
@@ -400,8 +402,8 @@ def bulk_copy(machine: Machine, statement: Instruction) -> Closure:
             if spaces[1] == "global":
                 line = int(source(one)[0]) + 16 * np.arange(count // 16)
 
-                def read(line: Any = line) -> Any:
-                    return machine.memory.load(line, 16, "bulk load")
+                def read(line: Any = line, cluster: Any = machine.cluster_number[lane]) -> Any:
+                    return machine.memory.load(line, 16, "bulk load", cluster)
 
             else:
                 read = _shared_reader(machine, source(one), one, count)

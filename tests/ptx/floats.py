@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _TINY = np.float32(2.0**-126)
 _HALF = ("f16", "bf16", "f16x2", "bf16x2")
-_ALL = ("f32", "f64", *_HALF)
+_ALL = ("f32", "f64", "f32x2", *_HALF)
 
 
 def _type(statement: Instruction) -> str:
@@ -41,6 +41,8 @@ def decode(bits: Any, kind: str) -> Any:
     """A register's value as fp32 (half types) or as it is; packed types get a last axis of two."""
     if kind in ("f32", "f64"):
         return bits
+    if kind == "f32x2":
+        return np.ascontiguousarray(np.atleast_1d(np.asarray(bits))).view(np.float32).reshape(-1, 2)
     if kind.endswith("x2"):
         pairs = np.ascontiguousarray(np.atleast_1d(np.asarray(bits))).view(np.uint16).reshape(-1, 2)
         return decode(pairs, kind[:-2])
@@ -84,7 +86,7 @@ def _narrow(values: Any) -> Any:
 
 def _multiply_add(x: Any, y: Any, z: Any, kind: str) -> Any:
     """x·y + z in one rounding, before encoding: exact, or rounded to odd in fp64."""
-    if kind == "f32":
+    if kind in ("f32", "f32x2"):
         return fma_f32(x, y, z)
     if kind == "f64":
         return _fma_f64(x, y, z)
@@ -158,10 +160,10 @@ def elementwise(
 
     def run(mask: Mask) -> None:
         values = [decode(source, kind) for source in sources]
-        if ftz and kind == "f32":
+        if ftz and kind in ("f32", "f32x2"):
             values = [flush(value) for value in values]
         result = operation(*values)
-        if ftz and kind == "f32":
+        if ftz and kind in ("f32", "f32x2"):
             result = flush(result)
         if saturate:
             result = np.where(np.isnan(result), 0, np.clip(result, 0, 1))

@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx.memory import Race
 from ptx.program import Instruction, Vector
 from ptx.table import Mask
 from ptx.types import bytes_of
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
-
-
-class Race(RuntimeError):
-    """Two accesses to the same memory, one of them a write, that nothing orders."""
 
 
 class History:

@@ -42,8 +42,8 @@ def run(
             ``None`` blocks run in order, all warps in lockstep, and asynchronous work as late as it may.
         late: whether asynchronous work happens as late (``True``) or as early (``False``) as it may, whatever the
             seed.
-        races: whether accesses to shared memory that no barrier orders are errors; kernels that synchronise by other
-            means need ``False``.
+        races: whether accesses that nothing orders are errors: of warps in shared memory, of clusters in global
+            memory. Kernels that synchronise through memory need ``False``; atomics are left out.
         resident: clusters (blocks) that run at a time; kernels whose blocks wait for each other need all of them.
         max_steps: statements of groups of warps after which a kernel is taken to hang.
 
@@ -52,7 +52,7 @@ def run(
 
     Raises:
         IndexError: an access out of bounds or not aligned, with address and statement.
-        ptx.Race: two accesses to shared memory, one a write, with nothing that orders them.
+        ptx.Race: two accesses to the same memory, one a write, with nothing that orders them.
         ptx.Deadlock: threads wait for what nobody does.
         NotImplementedError: a statement that is not understood was reached.
         RuntimeError: a rule of PTX was broken.
@@ -79,7 +79,7 @@ def run(
     if rng is not None:
         clusters = [clusters[k] for k in rng.permutation(len(clusters))]
     report = Report()
-    memory.loaded, memory.stored = [0] * len(memory.tensors), [0] * len(memory.tensors)
+    memory.watch(races)
     shape = _shape(binary, program, len(clusters), resident, rng is not None)
     regions = len(memory.regions)
     with np.errstate(all="ignore"):

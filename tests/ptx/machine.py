@@ -228,6 +228,10 @@ class Machine:
             self.specials[f"%clusterid.{name}"][:] = mine
             offset = self.specials[f"%cluster_ctaid.{name}"]
             self.specials[f"%ctaid.{name}"][:] = mine * self.shape.cluster[axis] + offset
+        x, y, _ = (size // part for size, part in zip(self.grid, self.shape.cluster, strict=True))
+        numbers = [1 + c[0] + x * (c[1] + y * c[2]) for c in clusters]
+        numbers += [0] * (self.shape.resident - len(clusters))
+        self.cluster_number = np.array(numbers, np.int32)[self.block // self.shape.cluster_blocks]
         self.arrived[:] = 0
         self.barrier[:] = -1
         self.barrier_known.clear()
@@ -386,7 +390,7 @@ class Machine:
             self.history.read(blocks, places * size, size, lanes)
             return self.shared.views[size][blocks, places]
         if space in ("global", "const"):
-            return self.memory.load(addresses, size, what)
+            return self.memory.load(addresses, size, what, self._cluster(lanes, what))
         if space == "local":
             places = self.local.places(addresses & 0xFFFFFFFF, size, what)
             return self.local.views[size][np.arange(self.threads)[lanes], places]
@@ -405,7 +409,7 @@ class Machine:
             self.shared.views[size][blocks, places] = values
             self.history.write(blocks, places * size, size, lanes)
         elif space == "global":
-            self.memory.store(addresses, values, size, what)
+            self.memory.store(addresses, values, size, what, self._cluster(lanes, what))
         elif space == "local":
             places = self.local.places(addresses & 0xFFFFFFFF, size, what)
             self.local.views[size][np.arange(self.threads)[lanes], places] = values
@@ -415,6 +419,10 @@ class Machine:
             )
         else:
             raise NotImplementedError(f"stores to {space}")
+
+    def _cluster(self, lanes: Any, what: str) -> Any:
+        """Who accesses global memory; atomics go unwatched."""
+        return None if what.startswith(("atom", "red")) else self.cluster_number[lanes]
 
     def _by_window(self, addresses: NDArray[np.int64], lanes: Any, access: Any) -> Any:
         """``access`` for each window that the generic ``addresses`` lie in."""

@@ -36,6 +36,54 @@ def check_aligned(addresses: NDArray[np.int64], size: int, what: str) -> None:
         raise IndexError(f"{what} of {size} bytes at {bad:#x}, which is not a multiple of {size}")
 
 
+class Race(RuntimeError):
+    """Two accesses to the same memory, one of them a write, that nothing orders."""
+
+
+class Owners:
+    """Which clusters have read and written a stretch of global memory during a launch.
+
+    Nothing orders two clusters, so that what one writes no other may touch. Clusters are numbers from 1 on.
+    """
+
+    GRAIN = 2
+    MANY = -1
+
+    def __init__(self, size: int) -> None:
+        self.readers = np.zeros(size // self.GRAIN, np.int32)
+        self.writers = np.zeros(size // self.GRAIN, np.int32)
+
+    def read(self, places: NDArray[np.int64], size: int, cluster: Array) -> None:
+        grains, cluster = self._grains(places, size), np.asarray(cluster)[..., None]
+        self._check(self.writers[grains], cluster, "reads what cluster {} has written")
+        before = self.readers[grains]
+        self.readers[grains] = np.where((before == 0) | (before == cluster), cluster, self.MANY)
+        if cluster.size > 1:
+            # Several clusters may read the same at once.
+            self.readers[grains[(self.readers[grains] != cluster)]] = self.MANY
+
+    def write(self, places: NDArray[np.int64], size: int, cluster: Array) -> None:
+        grains, cluster = self._grains(places, size), np.asarray(cluster)[..., None]
+        self._check(self.writers[grains], cluster, "overwrites what cluster {} has written")
+        self._check(self.readers[grains], cluster, "overwrites what cluster {} has read")
+        self.writers[grains] = cluster
+        if cluster.size > 1:
+            self._check(self.writers[grains], cluster, "writes at the same time as cluster {}")
+
+    def _grains(self, places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+        return places[:, None] * size // self.GRAIN + np.arange(max(1, size // self.GRAIN))
+
+    @staticmethod
+    def _check(found: Array, cluster: Array, text: str) -> None:
+        bad = (found != 0) & (found != cluster)
+        if np.count_nonzero(bad):
+            other = int(found[bad][0])
+            me = int(np.broadcast_to(cluster, bad.shape)[bad][0])
+            # Numbers are shown from 0 on, as the grid has them.
+            name = "another" if other < 0 else str(other - 1)
+            raise Race(f"race: cluster {me - 1} {text.format(name)}, in global memory")
+
+
 @dataclass
 class Region:
     """One stretch of global memory.
@@ -51,6 +99,7 @@ class Region:
     data: NDArray[np.uint8]
     valid: NDArray[np.uint8] | None
     tensors: list[tuple[int, int, int]]
+    owners: Owners | None = None
     views: dict[int, Array] = field(init=False)
     valid_views: dict[int, Array] = field(init=False)
 
@@ -126,31 +175,47 @@ class Memory:
         self.regions.append(Region(region.ctypes.data, region, None, []))
         return region.ctypes.data
 
-    def load(self, addresses: NDArray[np.int64], size: int, what: str = "load") -> Array:
-        """The items of ``size`` bytes at ``addresses``."""
+    def watch(self, races: bool) -> None:
+        """Begins a launch: counts from zero, and keeps (or not) who touches what."""
+        self.loaded, self.stored = [0] * len(self.tensors), [0] * len(self.tensors)
+        for region in self.regions:
+            region.owners = Owners(region.data.size) if races else None
+
+    def load(
+        self, addresses: NDArray[np.int64], size: int, what: str = "load", cluster: Array | None = None
+    ) -> Array:
+        """The items of ``size`` bytes at ``addresses``, read by ``cluster`` (one, or one each)."""
         if addresses.size == 0:
             return np.empty(0, _UNITS[size])
         check_aligned(addresses, size, what)
-        region = self._region(addresses, size)
-        if region is not None:
-            places = (addresses - region.base) // size
-            self._count(region, addresses, size, self.loaded)
-            if not region.allows(places, size):
-                self._refuse(addresses, size, what)
-            return region.views[size][places]
-        values = np.empty(addresses.size, _UNITS[size])
+        values: Array = np.empty(addresses.size, _UNITS[size])
         for part, region in self._parts(addresses, size, what):
-            values[part] = region.views[size][(addresses[part] - region.base) // size]
+            places = (addresses[part] - region.base) // size
+            if region.owners is not None and cluster is not None:
+                region.owners.read(places, size, _part(cluster, part))
             self._count(region, addresses[part], size, self.loaded)
+            if isinstance(part, slice):
+                return region.views[size][places]
+            values[part] = region.views[size][places]
         return values
 
-    def store(self, addresses: NDArray[np.int64], values: Array, size: int, what: str = "store") -> None:
+    def store(
+        self,
+        addresses: NDArray[np.int64],
+        values: Array,
+        size: int,
+        what: str = "store",
+        cluster: Array | None = None,
+    ) -> None:
         """Writes items of ``size`` bytes."""
         if addresses.size == 0:
             return
         check_aligned(addresses, size, what)
         for part, region in self._parts(addresses, size, what):
-            region.views[size][(addresses[part] - region.base) // size] = values[part]
+            places = (addresses[part] - region.base) // size
+            if region.owners is not None and cluster is not None:
+                region.owners.write(places, size, _part(cluster, part))
+            region.views[size][places] = values[part]
             self._count(region, addresses[part], size, self.stored)
 
     def _region(self, addresses: NDArray[np.int64], size: int) -> Region | None:
@@ -212,14 +277,9 @@ class Memory:
             for index, low, high in region.tensors:
                 counts[index] += size * int(np.count_nonzero((addresses >= low) & (addresses < high)))
 
-    def count_box(self, address: int, size: int, stored: bool) -> None:
-        """Counts ``size`` bytes moved by an asynchronous copy of the tensor that ``address`` is in."""
-        counts = self.stored if stored else self.loaded
-        for region in self.regions:
-            for index, low, high in region.tensors:
-                if low <= address < high:
-                    counts[index] += size
-                    return
+
+def _part(cluster: Array, part: Array | slice) -> Array:
+    return cluster[part] if np.ndim(cluster) else cluster
 
 
 def _bytes_at(address: int, size: int) -> NDArray[np.uint8]:

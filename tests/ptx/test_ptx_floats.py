@@ -238,6 +238,16 @@ def test_double_precision() -> None:
     _same(found, np.array(want))
 
 
+def test_pairs_of_single_precision() -> None:
+    a, b, c = _floats(23), _floats(24), _floats(25)
+    pairs = [x.view(np.uint64) for x in (a, b, c)]
+    with np.errstate(all="ignore"):
+        for op, want in (("add.rn", a + b), ("mul", a * b)):
+            _same(evaluate(f"{op}.f32x2 d, a, b;", *pairs, result=np.uint64).view(F), want)
+    single = evaluate("fma.rn.f32 d, a, b, c;", a, b, c, result=F)
+    _same(evaluate("fma.rn.f32x2 d, a, b, c;", *pairs, result=np.uint64).view(F), single)
+
+
 def test_registers_that_were_never_written_are_not_zero() -> None:
     found = evaluate("add.f32 d, a, %f7;", np.ones(32, F), result=F)
     assert np.isnan(found).all()

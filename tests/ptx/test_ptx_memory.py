@@ -254,6 +254,31 @@ def test_races_in_shared_memory() -> None:
     call(RACING.format("", "bar.sync 0;"), out, threads=64, shared=256, races=False)
 
 
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("st.global.u32 [%rd0], %r0;", "writes at the same time as cluster"),
+        (
+            "setp.eq.u32 %p1, %r9, 1; @!%p1 st.global.u32 [%rd0], %r0; @%p1 st.global.u32 [%rd0], %r0;",
+            "has written",
+        ),
+        ("ld.global.u32 %r1, [%rd0]; setp.eq.u32 %p1, %r9, 1; @%p1 st.global.u32 [%rd0], %r0;", "has read"),
+        (
+            "setp.eq.u32 %p1, %r9, 0; @%p1 st.global.u32 [%rd0], %r0; ld.global.u32 %r1, [%rd0];",
+            "reads what cluster 0",
+        ),
+    ],
+)
+def test_races_between_blocks_in_global_memory(statement: str, message: str) -> None:
+    out = torch.zeros(32)
+    body = "mov.u32 %r9, %ctaid.x;" + statement
+    for seed in (None, 0):
+        call(body, out, seed=seed)
+        call(body, out, grid=(2, 1, 1), seed=seed, races=False)
+        with pytest.raises(Race, match=message if seed is None else "race"):
+            call(body, out, grid=(2, 1, 1), seed=seed)
+
+
 def test_named_barriers_order_only_those_that_meet() -> None:
     """A producer that only arrives is ordered before a consumer that waits, not the other way round."""
     out = torch.zeros(64, dtype=torch.int32)

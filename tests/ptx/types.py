@@ -30,6 +30,7 @@ DTYPES: dict[str, type[np.generic]] = {
     "tf32": np.uint32,
     "f16x2": np.uint32,
     "bf16x2": np.uint32,
+    "f32x2": np.uint64,
     "b128": np.complex128,
 }
 """What a register holds under a type; wide or exotic types are carried as bits."""
