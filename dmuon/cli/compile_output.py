@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _REASON_WIDTH = 400
+_SHOWN = 8
+"""Of the kernels that compile."""
+
 _STATUSES = ("compiled", "cached", "failed", "not reached")
 
 
@@ -29,27 +32,30 @@ class Watcher:
     """A progress bar on stderr if that is a terminal, with what compiles; anywhere, a line for each failure."""
 
     def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+        from rich.text import Text
 
         self.finished: list[Outcome] = []
         self._running: dict[KernelSpec, None] = {}
-        console = Console(stderr=True)
-        text = TextColumn("{task.description}", markup=False)
-        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), text)
-        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
-        self._task = self._bar.add_task("", total=total) if self._bar else None
+        self._console = Console(stderr=True)
+        self._bar = Progress(BarColumn(bar_width=40), MofNCompleteColumn(), TimeElapsedColumn())
+        self._task = self._bar.add_task("", total=total)
+        self._text = Text(style="dim", no_wrap=True, overflow="ellipsis")
+        live = Live(Group(self._bar, self._text), console=self._console, transient=True)
+        self._live = live if self._console.is_terminal else None
 
     def __enter__(self) -> Watcher:
-        if self._bar is not None:
-            self._bar.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def __call__(self, spec: KernelSpec, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -58,10 +64,9 @@ class Watcher:
             self._running.pop(spec, None)
             self.finished.append(outcome)
             if outcome.status == "failed":
-                click.echo(f"failed: {title(spec)}", err=True)
-        if self._bar is not None and self._task is not None:
-            running = "\n".join(title(each) for each in list(self._running)[:8])
-            self._bar.update(self._task, completed=len(self.finished), description=running)
+                self._console.print(f"failed: {title(spec)}", markup=False, highlight=False, soft_wrap=True)
+        self._bar.update(self._task, completed=len(self.finished))
+        self._text.plain = "\n".join(title(each) for each in list(self._running)[:_SHOWN])
 
 
 def title(spec: KernelSpec) -> str:

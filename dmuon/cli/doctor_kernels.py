@@ -56,7 +56,8 @@ def examine_kernels(
     with bad_input():
         chosen = compiling_backends(backends)
     try:
-        tool("cuobjdump"), tool("nvdisasm")
+        for name in ("cuobjdump", "nvdisasm"):
+            tool(name)
     except Unsupported as error:
         raise BadInput(str(error)) from error
     specs = specs_ahead(chosen, [shape], arch, [precision], "polar_express")
