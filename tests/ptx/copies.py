@@ -102,7 +102,7 @@ class Copies:
             for place in ((read > 0) & ~full).nonzero()[0].tolist():
                 count = int(read[place])
                 data[place, :count] = machine.load(
-                    "global", source[place] + np.arange(count), lanes[:1], 1, "cp.async"
+                    "global", source[place] + np.arange(count), lanes[place : place + 1], 1, "cp.async"
                 )
             values = data.view({4: np.uint32, 8: np.uint64, 16: np.complex128}[size])[:, 0]
         machine.store("shared", target, lanes, values, size, "cp.async")

@@ -56,12 +56,8 @@ def encode(values: Any, kind: str) -> Any:
     if kind in ("f32", "f64"):
         return np.asarray(values).astype(DTYPES[kind])
     if kind.endswith("x2"):
-        return (
-            np.ascontiguousarray(encode(values, kind[:-2]))
-            .view(np.uint16)
-            .reshape(-1, 2)
-            .view(np.uint32)[:, 0]
-        )
+        halves = np.ascontiguousarray(encode(values, kind[:-2]))
+        return halves.view(DTYPES[kind])[:, 0]
     if kind == "bf16":
         return round_bf16(_narrow(np.asarray(values)))
     return np.asarray(values).astype(np.float16).view(np.uint16)
