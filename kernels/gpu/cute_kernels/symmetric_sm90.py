@@ -32,7 +32,7 @@ class Plan:
         out_dtype: of C and the result, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         column_major: whether the operands' columns are contiguous rather than their rows.
         arrangement: ``"cooperative"`` or ``"ping-pong"``.
-        tile: rows and columns of a tile.
+        tile: rows and columns of a tile. One of 256 is the work of two blocks, or of one in two turns.
         bk: depth of one stage.
         stages: of operands in shared memory.
         cluster: blocks that share what they load where their tiles are of one column: 1 or 2.
@@ -52,14 +52,19 @@ class Plan:
         return self.arrangement == "ping-pong"
 
     @property
-    def blocks(self) -> int:
-        """Blocks along a side of a tile."""
-        return self.tile // BLOCK
+    def rows(self) -> int:
+        """Rows of a tile that a block of threads takes in one turn: all, as far as sums fit in registers."""
+        return 128 if self.tile == 256 else self.tile
+
+    @property
+    def turns(self) -> int:
+        """Turns that a tile takes."""
+        return self.tile // self.rows
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups."""
-        return 2 if self.ping_pong else self.blocks
+        return 2 if self.ping_pong else self.rows // BLOCK
 
     @property
     def groups_on_tile(self) -> int:
@@ -69,7 +74,7 @@ class Plan:
     @property
     def rows_of_blocks(self) -> int:
         """Rows of blocks that one consumer warpgroup computes of a tile."""
-        return self.blocks // self.groups_on_tile
+        return self.rows // BLOCK // self.groups_on_tile
 
     @property
     def threads(self) -> int:
@@ -93,7 +98,7 @@ class Plan:
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * self.tile * self.bk * _ITEM_BYTES[self.dtype]
+        return (self.rows + self.tile) * self.bk * _ITEM_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -129,7 +134,7 @@ class SymmetricSm90:
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
         if arch != _ARCH or op not in _OPS or dtype not in ("bf16", "fp16"):
             return []
-        area = {tile: -(-m // tile) * (-(-m // tile) + 1) // 2 * tile**2 for tile in (64, 128, 192)}
+        area = {tile: -(-m // tile) * (-(-m // tile) + 1) // 2 * tile**2 for tile in (64, 128, 192, 256)}
         # Larger tiles load less for each product, but may cover much more than the triangle; from a few thousand
         # rows on, what small ones save is less than what they load.
         tiles = [tile for tile in area if area[tile] <= 1.5 * min(area.values()) and (tile > 64 or m <= 4096)]
@@ -141,7 +146,7 @@ class SymmetricSm90:
         fields = ("arrangement", "tile", "bk", "stages", "cluster")
         if set(config) != set(fields):
             raise ValueError(f"config must have the fields {', '.join(fields)}, got {sorted(config)}")
-        tiles = {"cooperative": (128, 192), "ping-pong": (64, 128)}
+        tiles = {"cooperative": (128, 192, 256), "ping-pong": (64, 128)}
         if config["arrangement"] not in tiles:
             raise ValueError(f"arrangement must be one of {', '.join(tiles)}, got {config['arrangement']!r}")
         allowed = {
@@ -191,13 +196,13 @@ class SymmetricSm90:
         plan = Plan(**binary.spec.options)
         rows = -(-call.out.rows // plan.tile)
         each = rows * (rows + 1) // 2
-        tiles = each * call.out.batch
+        tiles = each * call.out.batch * plan.turns
         if tiles >= 1 << 31:
             raise Unsupported(f"{tiles} tiles are more than 32 bits count")
         C = call.C if call.beta != 0 else None
         ints = (-(-call.A.columns // plan.bk), rows, each, tiles, _BAND, int(C is not None))
         args = (
-            _operand_map(call.A, call.op, plan, plan.tile),
+            _operand_map(call.A, call.op, plan, plan.rows),
             _operand_map(call.B or call.A, call.op, plan, plan.tile // plan.cluster),
             _block_map(C or call.out),
             _block_map(call.out),
@@ -215,6 +220,8 @@ _OPS = ("gram", "symmetric_product")
 _CONFIGS: tuple[dict[str, Any], ...] = tuple(
     {"arrangement": arrangement, "tile": tile, "bk": bk, "stages": stages, "cluster": cluster}
     for arrangement, tile, bk, stages, cluster in (
+        ("cooperative", 256, 64, 3, 1),
+        ("cooperative", 256, 64, 3, 2),
         ("cooperative", 192, 64, 3, 1),
         ("cooperative", 192, 64, 3, 2),
         ("cooperative", 128, 64, 5, 1),

@@ -41,8 +41,9 @@ class Blocks:
         block.store(block.load() + beta * c.load().to(Float32))
 
     @cute.jit
-    def store(self, store_d, block, sD, group, staging, at, diagonal, diag):
+    def store(self, store_d, block, sD, group, staging, at, matrix, diag):
         """Write a block and its transpose; of a block on the diagonal its lower half, to both sides."""
+        diagonal = at[0] == at[1]
         thread = cute.arch.thread_idx()[0] % 128
         leader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         place = 2 * (group * self.stagings + staging)
@@ -74,7 +75,7 @@ class Blocks:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=128)
         if leader:
-            source, blocks = self.partition(store_d, sD, at[2])
+            source, blocks = self.partition(store_d, sD, matrix)
             cute.copy(store_d, source[None, place], blocks[None, at[0], at[1]])
             if not diagonal:
                 cute.copy(store_d, source[None, place + 1], blocks[None, at[1], at[0]])

@@ -72,17 +72,19 @@ class SymmetricSm90:
 
     @cute.jit
     def __call__(self, A: cute.Tensor, B: cute.Tensor, C: cute.Tensor, D: cute.Tensor, ints, floats, stream):
-        tile, bk = self.plan.tile, self.plan.bk
+        rows, tile, bk = self.plan.rows, self.plan.tile, self.plan.bk
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        stage = cute.slice_(self.operand_layout(), (None, None, 0))
+        stage_a, stage_b = (
+            cute.slice_(self.operand_layout(lines), (None, None, 0))
+            for lines in (rows, tile // self.plan.cluster)
+        )
         block = cute.slice_(self.blocks.layout(1), (None, None, 0))
-        load_a, _ = cpasync.make_tiled_tma_atom(load, A, stage, (tile, bk))
+        load_a, _ = cpasync.make_tiled_tma_atom(load, A, stage_a, (rows, bk))
         if const_expr(self.plan.cluster == 1):
-            load_b, _ = cpasync.make_tiled_tma_atom(load, B, stage, (tile, bk))
+            load_b, _ = cpasync.make_tiled_tma_atom(load, B, stage_b, (tile, bk))
         else:
-            half = cute.slice_(self.operand_layout(2), (None, None, 0))
             multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
-            load_b, _ = cpasync.make_tiled_tma_atom(multicast, B, half, (tile // 2, bk))
+            load_b, _ = cpasync.make_tiled_tma_atom(multicast, B, stage_b, (tile // 2, bk))
         load_c, _ = cpasync.make_tiled_tma_atom(load, C, block, (BLOCK, BLOCK))
         store_d, _ = cpasync.make_tiled_tma_atom(store, D, block, (BLOCK, BLOCK))
         self.kernel(load_a, load_b, load_c, store_d, *ints, *floats).launch(
@@ -93,10 +95,9 @@ class SymmetricSm90:
             min_blocks_per_mp=1,
         )
 
-    def operand_layout(self, parts: int = 1) -> cute.ComposedLayout:
-        """(tile / parts, bk, stages) of an operand in shared memory, as wgmma reads it."""
+    def operand_layout(self, rows: int) -> cute.ComposedLayout:
+        """(rows, bk, stages) of an operand in shared memory, as wgmma reads it."""
         major = LayoutEnum.COL_MAJOR if self.plan.column_major else LayoutEnum.ROW_MAJOR
-        rows = self.plan.tile // parts
         shape = (rows, rows, self.plan.bk)
         return hopper_helpers.make_smem_layout_a(major, shape, self.dtype, self.plan.stages)
 
@@ -127,11 +128,11 @@ class SymmetricSm90:
         empty = smem.allocate_array(Int64, plan.stages)
         c_full = smem.allocate_array(Int64, self.c_slots * plan.consumers)
         c_empty = smem.allocate_array(Int64, self.c_slots * plan.consumers)
-        operand = self.operand_layout()
+        operand_a, operand_b = self.operand_layout(plan.rows), self.operand_layout(plan.tile)
         slots = self.blocks.layout(self.c_slots * plan.consumers)
         staged = self.blocks.layout(2 * self.stagings * plan.consumers)
-        sA = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
-        sB = smem.allocate_tensor(self.dtype, operand.outer, 1024, operand.inner)
+        sA = smem.allocate_tensor(self.dtype, operand_a.outer, 1024, operand_a.inner)
+        sB = smem.allocate_tensor(self.dtype, operand_b.outer, 1024, operand_b.inner)
         sC = smem.allocate_tensor(self.blocks.dtype, slots.outer, 1024, slots.inner)
         sD = smem.allocate_tensor(self.blocks.dtype, staged.outer, 1024, staged.inner)
 
@@ -175,9 +176,9 @@ class SymmetricSm90:
         stage, phase = Int32(0), Int32(1)
         tile = Int32(cute.arch.block_idx()[0])
         while self.first_of_cluster(tile) < tiles:
-            i, j, matrix = tile_at(tile, *schedule)
-            into_a, from_a = self.partition_operand(load_a, sA, matrix, 1)
-            into_b, from_b = self.partition_operand(load_b, sB, matrix, plan.cluster)
+            i, j, matrix = self.place_of(tile, schedule)
+            into_a, from_a = self.partition_operand(load_a, sA, matrix, plan.rows)
+            into_b, from_b = self.partition_operand(load_b, sB, matrix, plan.tile // plan.cluster)
             shared = plan.cluster > 1 and self.shares_column(tile, tiles, schedule)
             idle = plan.cluster > 1 and tile >= tiles
             for k in cutlass.range(steps, unroll=1):
@@ -214,8 +215,8 @@ class SymmetricSm90:
     @cute.jit
     def shares_column(self, tile, tiles, schedule):
         """Whether the two tiles of a cluster are of one column, so that B serves both."""
-        _, j, matrix = tile_at(tile, *schedule)
-        _, other_j, other_matrix = tile_at(tile ^ 1, *schedule)
+        _, j, matrix = self.place_of(tile, schedule)
+        _, other_j, other_matrix = self.place_of(tile ^ 1, schedule)
         return j == other_j and matrix == other_matrix and (tile | 1) < tiles
 
     @cute.jit
@@ -226,17 +227,18 @@ class SymmetricSm90:
         slot, phase = Int32(0), Int32(1)
         tile, stride = self.tiles_of(group)
         while tile < tiles:
-            i, j, matrix = tile_at(tile, *schedule)
+            i, j, matrix = self.place_of(tile, schedule)
             into, blocks = self.blocks.partition(load_c, sC, matrix)
             for r in range_constexpr(plan.rows_of_blocks):
                 row = self.block_row(group, r)
-                for column in range_constexpr(plan.blocks):
-                    if i != j or column <= row:
+                for column in range_constexpr(plan.tile // BLOCK):
+                    at = self.block_at(i, j, row, column)
+                    if at[1] <= at[0]:
                         place = group * slots + slot
                         cute.arch.mbarrier_wait(c_empty + place, phase)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(c_full + place, plan.block_bytes)
-                        block = blocks[None, i * plan.blocks + row, j * plan.blocks + column]
+                        block = blocks[None, at[0], at[1]]
                         cute.copy(load_c, block, into[None, place], tma_bar_ptr=c_full + place)
                         slot, phase = step(slot, phase, slots)
             tile += stride
@@ -252,7 +254,7 @@ class SymmetricSm90:
         part = mma.get_slice(group * 128 if plan.groups_on_tile > 1 else 0)
         a = mma.make_fragment_A(part.partition_A(sA))
         b = mma.make_fragment_B(part.partition_B(sB))
-        sums = cute.make_rmem_tensor(part.partition_shape_C((plan.tile, plan.tile)), Float32)
+        sums = cute.make_rmem_tensor(part.partition_shape_C((plan.rows, plan.tile)), Float32)
 
         stage, phase = Int32(0), Int32(0)
         slot, c_phase, staging = Int32(0), Int32(0), Int32(0)
@@ -261,15 +263,20 @@ class SymmetricSm90:
             stage, phase = skip(stage, phase, steps, plan.stages)
         tile, stride = self.tiles_of(group)
         while tile < tiles:
-            i, j, matrix = tile_at(tile, *schedule)
-            stage, phase = self.multiply(mma, a, b, sums, full, empty, group, steps, stage, phase)
+            stage, phase, last = self.multiply(mma, a, b, sums, full, empty, group, steps, stage, phase)
+            i, j, matrix = self.place_of(tile, schedule)
+            warpgroup.wait_group(0)
+            self.release(empty + last)
             for r in range_constexpr(plan.rows_of_blocks):
                 row = self.block_row(group, r)
-                for column in range_constexpr(plan.blocks):
-                    if i != j or column <= row:
+                for column in range_constexpr(plan.tile // BLOCK):
+                    at = self.block_at(i, j, row, column)
+                    if at[1] <= at[0]:
                         block = cute.make_rmem_tensor(self.blocks.fragment(), Float32)
                         for e in range_constexpr(cute.size(block)):
-                            block[e] = scalars[0] * sums[cute.size(block) * (plan.blocks * r + column) + e]
+                            block[e] = (
+                                scalars[0] * sums[cute.size(block) * (plan.tile // BLOCK * r + column) + e]
+                            )
                         if has_c != 0:
                             place = group * self.c_slots + slot
                             cute.arch.mbarrier_wait(c_full + place, c_phase)
@@ -278,9 +285,7 @@ class SymmetricSm90:
                             with cute.arch.elect_one():
                                 cute.arch.mbarrier_arrive(c_empty + place)
                             slot, c_phase = step(slot, c_phase, self.c_slots)
-                        at = i * plan.blocks + row, j * plan.blocks + column, matrix
-                        diagonal = row == column and i == j
-                        self.blocks.store(store_d, block, sD, group, staging, at, diagonal, scalars[2])
+                        self.blocks.store(store_d, block, sD, group, staging, at, matrix, scalars[2])
                         staging = (staging + 1) % self.stagings
             tile += stride
         if plan.cluster > 1 and self.first_of_cluster(tile) < tiles:
@@ -290,7 +295,10 @@ class SymmetricSm90:
 
     @cute.jit
     def multiply(self, mma, a, b, sums, full, empty, group, steps, stage, phase):
-        """sums = the product of a tile, from the stages that follow; returns the ring's place for the next tile."""
+        """sums = the product of a tile, from the stages that follow.
+
+        Returns the ring's place for the next tile, and the stage that products in flight still read.
+        """
         plan = self.plan
         sums.fill(0.0)
         if const_expr(plan.ping_pong):
@@ -311,9 +319,7 @@ class SymmetricSm90:
         if const_expr(plan.ping_pong):
             cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
             stage, phase = skip(stage, phase, steps, plan.stages)
-        warpgroup.wait_group(0)
-        self.release(empty + previous)
-        return stage, phase
+        return stage, phase, previous
 
     @cute.jit
     def pass_over(self, full, empty, steps, stage, phase):
@@ -349,13 +355,24 @@ class SymmetricSm90:
             return block + group * blocks, 2 * blocks
         return Int32(block), blocks
 
+    @cute.jit
+    def place_of(self, tile, schedule):
+        """Row (of ``plan.rows``), column (of ``plan.tile``) and matrix of what a block of threads does in one turn."""
+        turns = self.plan.turns
+        i, j, matrix = tile_at(tile // turns, *schedule)
+        return i * turns + tile % turns, j, matrix
+
     def block_row(self, group, r):
-        """The row of blocks, within the tile, of a warpgroup's ``r``-th."""
+        """The row of blocks, within its turn, of a warpgroup's ``r``-th."""
         return r if self.plan.ping_pong else group
 
-    def partition_operand(self, atom, shared, matrix, parts):
-        """Shared (part, 0, stage) and global (row of parts, step of k) of tiles in ``parts`` parts."""
-        shape = self.plan.tile // parts, self.plan.bk
+    def block_at(self, i, j, row, column):
+        """Row and column, in blocks, of a block in the turn at (i, j)."""
+        return i * (self.plan.rows // BLOCK) + row, j * (self.plan.tile // BLOCK) + column
+
+    def partition_operand(self, atom, shared, matrix, rows):
+        """Shared (part, 0, stage) and global (row of parts, step of k) of an operand in parts of ``rows``."""
+        shape = rows, self.plan.bk
         tiles = cute.local_tile(coordinates(self.plan.column_major)[None, None, matrix], shape, (None, None))
         return partition(atom, cute.flat_divide(shared, shape), tiles)
 

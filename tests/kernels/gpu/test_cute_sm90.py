@@ -165,22 +165,18 @@ SHIPPED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", SHIPPED.values(), ids=SHIPPED.keys())
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("out_dtype", ["16 bits", "fp32"])
-@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "by_columns"),
+    [("bf16", "bf16", False), ("fp16", "fp16", True), ("bf16", "fp32", False), ("fp16", "fp32", True)],
+)
 def test_every_configuration(configuration, dtype, out_dtype, by_columns):
-    out_dtype = dtype if out_dtype == "16 bits" else out_dtype
-    tile = configuration["tile"]
+    m, options = configuration["tile"] + 8, (dtype, out_dtype)
     try:
-        Case(
-            configuration, tile - 8, 8, dtype=dtype, out_dtype=out_dtype, by_columns=by_columns, c="none"
-        ).check(1)
+        Case(configuration, m, 136, "gram", *options, 2, by_columns, "out", multiprocessors=2).check(None, 1)
     except Unsupported as error:
         pytest.skip(str(error))
-    shapes = [(2 * tile + 8, 136, "gram", 2, "out"), (2 * tile, 2 * tile, "symmetric_product", 1, "other")]
-    for m, n, op, batch, c in shapes:
-        case = Case(configuration, m, n, op, dtype, out_dtype, batch, by_columns, c, multiprocessors=4)
-        case.check(None, 1, 2, 3)
+    Case(configuration, m, m, "symmetric_product", *options, 1, by_columns, multiprocessors=4).check(2)
+    Case(configuration, m - 16, 8, "gram", *options, 1, by_columns, "none").check(3)
 
 
 @pytest.mark.slow
@@ -320,6 +316,12 @@ def test_configurations_fit_and_are_understood():
             for each in found:
                 SYMMETRIC_SM90.check(op, each)
                 assert Plan("fp16", "fp16", False, **each).shared_bytes <= SM_90A.shared_bytes
+    assert {each["tile"] for each in SYMMETRIC_SM90.configs("gram", 4096, 64, "bf16", SM_90A)} == {
+        64,
+        128,
+        192,
+        256,
+    }
     assert all(each["tile"] == 64 for each in SYMMETRIC_SM90.configs("gram", 64, 64, "bf16", SM_90A))
     assert not SYMMETRIC_SM90.configs("gram", 64, 64, "bf16", ARCHS["sm_80"])
     assert not SYMMETRIC_SM90.configs("gram", 64, 64, "fp32", SM_90A)
