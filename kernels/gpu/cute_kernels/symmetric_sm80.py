@@ -119,9 +119,10 @@ class SymmetricSm80:
             raise ValueError(
                 f"warps_m and warps_n must divide a tile of {tile} in multiples of 16, got {config}"
             )
-        if threads < 64 or tile * config["bk"] % (8 * threads):
+        if not max(64, tile) <= threads <= 256 or tile * config["bk"] % (8 * threads):
             raise ValueError(
-                f"a stage of {tile} by bk={config['bk']} does not divide into 16 bytes for each of {threads} threads"
+                f"{threads} threads cannot load {tile} by {config['bk']}: they must be at least {max(64, tile)}, "
+                f"at most 256, and no more than there are 16-byte vectors"
             )
 
     def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
@@ -136,13 +137,12 @@ class SymmetricSm80:
             raise Unsupported(
                 f"C and the result must have one dtype, got {call.C.dtype} and {call.out.dtype}"
             )
-        column_major = call.op == "gram" and _complaint(call.A, by_columns=False) is not None
         for name, matrices in {"A": call.A, "B": call.B, "C": call.C, "out": call.out}.items():
-            if matrices is not None:
-                by_columns = column_major if name == "A" and call.op == "gram" else _by_columns(matrices)
-                complaint = _complaint(matrices, by_columns)
-                if complaint:
-                    raise Unsupported(f"{name} {complaint}")
+            complaint = matrices and _complaint(matrices, _by_columns(matrices))
+            if complaint:
+                raise Unsupported(f"{name} {complaint}")
+        # A symmetric operand's columns are its rows.
+        column_major = call.op == "gram" and _by_columns(call.A)
         plan = Plan(call.A.dtype, call.out.dtype, column_major, **config)
         if plan.shared_bytes > arch.shared_bytes:
             raise Unsupported(
@@ -161,20 +161,14 @@ class SymmetricSm80:
         if blocks >= 1 << 31:
             raise Unsupported(f"{blocks} tiles of {plan.tile} are more than a grid holds")
         C = call.C if call.beta != 0 else None
-        operands = [
-            (call.A, plan.column_major or (call.op != "gram" and _by_columns(call.A))),
-            (call.B or call.A, plan.column_major or (call.op != "gram" and _by_columns(call.B or call.A))),
-            *((matrices, _by_columns(matrices)) for matrices in (C or call.out, call.out)),
-        ]
-        addresses = [matrices.address for matrices, _ in operands]
-        if C is None:
-            addresses[2] = 0
-        one = call.B is None or call.B == call.A
-        ints = (call.out.rows, call.A.columns, side, each, _BAND, int(one))
+        operands = (call.A, call.B or call.A, C or call.out, call.out)
+        addresses = (call.A.address, operands[1].address, C.address if C else 0, call.out.address)
+        one = int(call.B is None or call.B == call.A)
+        ints = (call.out.rows, call.A.columns, side, each, _BAND, one)
         args = (
             *(pointer(address) for address in addresses),
-            *(i64(matrices.batch_stride if matrices.batch > 1 else 0) for matrices, _ in operands),
-            *(i32(_line_stride(matrices, by_columns)) for matrices, by_columns in operands),
+            *(i64(matrices.batch_stride if matrices.batch > 1 else 0) for matrices in operands),
+            *(i32(_line_stride(matrices)) for matrices in operands),
             *(i32(value) for value in ints),
             *(f32(value) for value in (call.alpha, call.beta, call.diag)),
         )
@@ -198,16 +192,20 @@ _CONFIGS = (
     (128, 32, 3, 2, 2),
     (128, 32, 4, 2, 2),
     (128, 32, 5, 2, 2),
-    (128, 64, 3, 2, 2),
-    (128, 32, 4, 2, 4),
-    (128, 64, 3, 2, 4),
-    (128, 32, 4, 4, 2),
     (128, 64, 2, 2, 2),
+    (128, 64, 3, 2, 2),
+    (128, 32, 3, 2, 4),
+    (128, 32, 4, 2, 4),
+    (128, 32, 5, 2, 4),
     (64, 32, 4, 2, 2),
     (64, 64, 3, 2, 2),
     (64, 64, 4, 2, 2),
-    (64, 64, 5, 2, 4),
+    (64, 64, 6, 2, 2),
+    (64, 32, 4, 2, 1),
+    (64, 64, 3, 2, 1),
+    (64, 64, 4, 2, 4),
     (32, 64, 4, 2, 2),
+    (32, 64, 4, 2, 1),
     (32, 64, 6, 2, 1),
 )
 
@@ -235,13 +233,13 @@ def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
 
 
 def _by_columns(matrices: Matrices) -> bool:
-    """Whether to move symmetric matrices by columns, because rows cannot be."""
-    return _complaint(matrices, False) is not None and _complaint(matrices, True) is None
+    """Whether to move the matrices by columns: because rows cannot be, and columns can or are contiguous at least."""
+    contiguous = matrices.column_major and not matrices.row_major
+    return _complaint(matrices, False) is not None and (contiguous or _complaint(matrices, True) is None)
 
 
-def _line_stride(matrices: Matrices, by_columns: bool) -> int:
+def _line_stride(matrices: Matrices) -> int:
     """Elements from a row (column) to the next; 0 if there is only one, whose stride means nothing."""
-    lines, count = matrices.row_stride, matrices.rows
-    if by_columns:
-        lines, count = matrices.column_stride, matrices.columns
-    return lines if count > 1 else 0
+    if _by_columns(matrices):
+        return matrices.column_stride if matrices.columns > 1 else 0
+    return matrices.row_stride if matrices.rows > 1 else 0

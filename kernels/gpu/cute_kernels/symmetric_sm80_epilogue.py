@@ -46,12 +46,9 @@ class Epilogue:
 
     def staged(self, base, row, column, count):
         """``count`` elements of a row of the staged tile; ``column`` is a multiple of ``count``."""
-        if self.size == 2:
-            # Distinct for 8 rows from a multiple of 8 on, and for rows 2q, 2q + 1 of each of 4 such groups.
-            turn = row ^ ((row >> 2) & 6)
-        else:
-            # Bits 1 and 2 distinct for 4 rows from a multiple of 4 on; all for every 4th of 32 rows.
-            turn = (row >> 2) ^ ((row << 1) & 6)
+        # With 16 bits distinct for 8 rows from a multiple of 8 on, and for rows 2q and 2q + 1 of 4 such groups. With
+        # 32 bits, bits 1 and 2 distinct for 4 rows from a multiple of 4 on; all distinct for every 4th of 32 rows.
+        turn = row ^ ((row >> 2) & 6) if self.size == 2 else (row >> 2) ^ ((row << 1) & 6)
         vector = (column // self.vector) ^ (turn & 7)
         place = row * self.plan.pitch + vector * self.vector + column % self.vector
         place = cute.assume(place, divby=count)

@@ -2,108 +2,320 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from ptx import Memory, run
+from ptx.mutate import survivors
 from ptx.report import Report
 from torch import Tensor
 
 from dmuon.kernels.gpu.arch import ARCHS
-from dmuon.kernels.gpu.binary import Binary
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Unsupported
 from dmuon.kernels.gpu.build import build_here
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
-from dmuon.kernels.gpu.cute_kernels.symmetric_sm80 import SYMMETRIC_SM80
-
-pytest.importorskip("cutlass")
+from dmuon.kernels.gpu.cute_kernels.symmetric_sm80 import SYMMETRIC_SM80, Plan
+from dmuon.kernels.gpu.resources import resources_of
+from dmuon.kernels.gpu.toolchain import tool
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-SMALL = {"tile": 32, "bk": 32, "stages": 3, "warps_m": 2, "warps_n": 1}
-MIDDLE = {"tile": 64, "bk": 64, "stages": 3, "warps_m": 2, "warps_n": 2}
-LARGE = {"tile": 128, "bk": 32, "stages": 4, "warps_m": 2, "warps_n": 4}
-
-compiled = lru_cache(build_here)
+FIELDS = ("tile", "bk", "stages", "warps_m", "warps_n")
 
 
-def matrices(batch: int, rows: int, columns: int, dtype: str, *, by_columns: bool = False) -> Tensor:
-    """A batch inside a larger buffer of canaries: padded lines, a padded batch stride, 16-byte alignment only."""
+def config(*values: int) -> dict[str, Any]:
+    return dict(zip(FIELDS, values, strict=True))
+
+
+SMALL = config(32, 32, 3, 2, 1)
+MIDDLE = config(64, 64, 2, 2, 2)
+LARGE = config(128, 32, 4, 2, 4)
+
+
+@lru_cache
+def compiled(spec: KernelSpec) -> Binary:
+    pytest.importorskip("cutlass")
+    return build_here(spec)
+
+
+def matrices(batch: int, rows: int, columns: int, dtype: str, by_columns: bool = False) -> Tensor:
+    """A batch with gaps of NaN between lines and between matrices, aligned to 16 bytes and no more."""
     lines, length = (columns, rows) if by_columns else (rows, columns)
     unit = 16 // DTYPES[dtype].itemsize
     stride = (-(-length // unit) + 1) * unit
     every = lines * stride + 3 * unit
-    buffer = torch.full((batch * every + 256,), -77.0, dtype=DTYPES[dtype])
+    buffer = torch.full((batch * every + 256,), float("nan"), dtype=DTYPES[dtype])
     shift = -buffer.data_ptr() % 32 // buffer.itemsize + unit
     view = buffer.as_strided((batch, lines, length), (every, stride, 1), shift)
     return view.mT if by_columns else view
 
 
-def fill(tensor: Tensor, generator: torch.Generator, *, symmetric: bool = False) -> Tensor:
-    """With integers so small that every sum is exact."""
-    values = torch.randint(-2, 3, tensor.shape, generator=generator).to(tensor.dtype)
-    tensor.copy_(values.tril() + values.tril(-1).mT if symmetric else values)
-    return tensor
+def symmetric(values: Tensor) -> Tensor:
+    return values.tril() + values.tril(-1).mT
 
 
-def launch(
-    op: str,
-    config: dict[str, Any],
-    A: Tensor,
-    B: Tensor | None,
-    C: Tensor | None,
-    out: Tensor,
-    alpha: float,
-    beta: float,
-    diag: float,
-    *,
-    arch: str = "sm_80",
-    seed: int | None = None,
-    binary: Binary | None = None,
-) -> Report:
-    second, added = (None if t is None else Matrices.of(t) for t in (B, C))
-    call = ProductCall(op, Matrices.of(A), second, added, Matrices.of(out), alpha, beta, diag)
-    binary = binary or compiled(SYMMETRIC_SM80.spec(call, config, ARCHS[arch]))
-    tensors = [t for t in (A, B, C, out) if t is not None]
-    return run(binary, SYMMETRIC_SM80.launch(call, config, binary, 108), Memory.of(*tensors), seed=seed)
+class Case:
+    """One call on integers so small that every sum is exact; the interpreter refuses all access to other memory."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        m: int,
+        n: int,
+        op: str = "gram",
+        dtype: str = "bf16",
+        out_dtype: str = "bf16",
+        batch: int = 1,
+        by_columns: bool = False,
+        same: bool = False,
+        c: str = "other",
+        arch: str = "sm_80",
+    ) -> None:
+        generator = torch.Generator().manual_seed(m + n)
+        self.config, self.arch = config, ARCHS[arch]
+        self.A = matrices(batch, m, n, dtype, by_columns)
+        values = torch.randint(-2, 3, self.A.shape, generator=generator).to(self.A.dtype)
+        self.A.copy_(values if op == "gram" else symmetric(values))
+        self.B = None
+        if op == "symmetric_product":
+            # A and -A commute, and unlike A and A they show which of them was read.
+            self.B = self.A if same else matrices(batch, m, m, dtype, not by_columns).copy_(-self.A)
+        self.out = matrices(batch, m, m, out_dtype)
+        self.C = {"none": None, "other": matrices(batch, m, m, out_dtype, True), "out": self.out}[c]
+        alpha, beta, diag = 0.5, -2.0, 3.0
+        expected = alpha * (self.A.double() @ (self.A.mT if self.B is None else self.B).double())
+        expected += diag * torch.eye(m).double()
+        if self.C is not None:
+            self.C.copy_(symmetric(torch.randint(-4, 5, self.C.shape, generator=generator).to(self.C.dtype)))
+            expected += beta * self.C.double()
+        self.expected = expected.to(self.out.dtype)
+        self.c = None if self.C is None else self.C.clone()
+        described = [None if t is None else Matrices.of(t) for t in (self.A, self.B, self.C)]
+        self.call = ProductCall(op, *described, Matrices.of(self.out), alpha, beta, diag)
+
+    @property
+    def binary(self) -> Binary:
+        return compiled(SYMMETRIC_SM80.spec(self.call, self.config, self.arch))
+
+    def run(self, seed: int | None = None, binary: Binary | None = None) -> Report:
+        binary = binary or self.binary
+        self.out.fill_(float("nan"))
+        if self.C is not None:
+            self.C.copy_(self.c)
+        tensors = [t for t in (self.A, self.B, self.C, self.out) if t is not None]
+        launch = SYMMETRIC_SM80.launch(self.call, self.config, binary, 108)
+        return run(binary, launch, Memory.of(*tensors), seed=seed)
+
+    def exact(self) -> bool:
+        return torch.equal(self.out, self.expected) and torch.equal(self.out, self.out.mT)
+
+    def check(self, *seeds: int | None) -> None:
+        """Right with every seed, and no more matrix work than the lower triangle of tiles has."""
+        plan = Plan(**self.binary.spec.options)
+        side = -(-self.out.shape[-1] // plan.tile)
+        depth = -(-self.A.shape[-1] // plan.bk) * plan.bk
+        lower = len(self.out) * side * (side + 1) // 2
+        for seed in seeds:
+            report = self.run(seed)
+            assert self.exact(), seed
+            assert report.flops == lower * 2 * plan.tile**2 * depth
 
 
-def check(
-    op: str,
-    config: dict[str, Any],
-    batch: int,
-    m: int,
-    n: int,
-    dtype: str = "bf16",
-    out_dtype: str = "bf16",
-    *,
-    by_columns: bool = False,
-    added: str = "",
-    same: bool = False,
-    seed: int | None = None,
-    **others: Any,
-) -> Report:
-    """Run on integers and demand the exact result, symmetric, and not one element beyond it written."""
-    generator = torch.Generator().manual_seed(m + n)
-    A = fill(matrices(batch, m, n, dtype, by_columns=by_columns), generator, symmetric=op != "gram")
-    B = None
-    if op == "symmetric_product":
-        # A and -A commute, and unlike A A the product of -A and A would show which operand was read.
-        B = A if same else matrices(batch, m, m, dtype).copy_(-A)
-    out = matrices(batch, m, m, out_dtype)
-    C = {"": None, "other": matrices(batch, m, m, out_dtype), "out": out}[added]
-    alpha, beta, diag = 0.5, -2.0, 3.0
-    expected = alpha * (A.double() @ (A.mT if B is None else B).double()) + diag * torch.eye(m).double()
-    if C is not None:
-        expected += beta * fill(C, generator, symmetric=True).double()
-    report = launch(op, config, A, B, C, out, alpha, beta, diag, seed=seed, **others)
-    assert torch.equal(out, expected.to(out.dtype))
-    assert torch.equal(out, out.mT)
-    return report
+@pytest.mark.parametrize(
+    ("m", "n", "batch", "c"),
+    [(1, 1, 1, "none"), (8, 24, 2, "out"), (33, 40, 1, "other"), (71, 200, 2, "out"), (96, 7, 1, "none")],
+)
+def test_ragged_edges(m, n, batch, c):
+    Case(SMALL, m, n, batch=batch, c=c).check(None, 1)
 
 
-@pytest.mark.parametrize("added", ["", "other", "out"])
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (33, 40), (96, 200)])
-def test_gram(m: int, n: int, added: str) -> None:
-    check("gram", SMALL, 2, m, n, added=added)
+@pytest.mark.parametrize(("m", "n"), [(1, 3), (40, 33), (77, 130)])
+def test_columns_are_read_as_they_lie(m, n):
+    Case(SMALL, m, n, dtype="fp16", out_dtype="fp16", by_columns=True, batch=2).check(1)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_products_of_symmetric_operands_in_any_orientation(same):
+    Case(SMALL, 75, 75, "symmetric_product", by_columns=True, same=same, c="out").check(2)
+
+
+def test_results_in_fp32():
+    Case(SMALL, 75, 40, out_dtype="fp32", batch=2).check(3)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_larger_tiles(by_columns):
+    Case(MIDDLE, 100, 72, by_columns=by_columns, c="out").check(4)
+    Case(LARGE, 136, 40, by_columns=by_columns).check(5)
+
+
+def test_bands_of_tile_rows():
+    """More tile rows than are walked together."""
+    Case(SMALL, 32 * 11 - 5, 16, c="none").check(None)
+
+
+def test_a_tile_on_the_diagonal_of_one_operand_reads_it_once():
+    case = Case(SMALL, 64, 64, c="none")
+    report = case.run()
+    assert case.exact()
+    # Two tiles on the diagonal and one below, each of 32 rows by 64, but that one of two operands.
+    assert report.loaded[0] == 4 * 32 * 64 * 2
+    assert report.stored[1] == 64 * 64 * 2
+
+
+def test_the_result_is_symmetric_though_operands_do_not_commute():
+    case = Case(SMALL, 72, 72, "symmetric_product", c="none")
+    for tensor in (case.A, case.B):
+        tensor.copy_(symmetric(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))))
+    case.run(1)
+    assert torch.equal(case.out, case.out.mT)
+    product = 0.5 * case.A.double() @ case.B.double() + 3 * torch.eye(72).double()
+    lower = torch.ones(72, 72).tril().bool()
+    assert torch.allclose(case.out.double()[:, lower], product[:, lower], rtol=2**-8, atol=1e-4)
+
+
+def test_matrices_of_a_batch_may_lie_anywhere():
+    """Batch strides beyond 32 bits and below zero: between tensors far apart in memory."""
+    far = torch.empty(1 << 20, dtype=torch.bfloat16)[:1024].view(32, 32)
+    near = torch.empty(32, 32, dtype=torch.bfloat16)
+    for first, second in ((near, far), (far, near)):
+        for tensor in (near, far):
+            tensor.copy_(torch.randint(-2, 3, tensor.shape))
+        stride = (second.data_ptr() - first.data_ptr()) // 2
+        A = replace(Matrices.of(first), batch=2, batch_stride=stride)
+        out = torch.empty(2, 32, 32, dtype=torch.bfloat16)
+        call = ProductCall("gram", A, None, None, Matrices.of(out))
+        binary = compiled(SYMMETRIC_SM80.spec(call, SMALL, ARCHS["sm_80"]))
+        run(binary, SYMMETRIC_SM80.launch(call, SMALL, binary, 108), Memory.of(first, second, out))
+        assert torch.equal(out, torch.stack([first @ first.mT, second @ second.mT]))
+
+
+@pytest.mark.parametrize("arch", list(ARCHS))
+def test_one_source_serves_every_arch(arch):
+    case = Case(SMALL, 40, 40, c="out", arch=arch)
+    assert f".target {arch}" in case.binary.ptx
+    if arch in ("sm_89", "sm_90a"):
+        case.check(1)
+
+
+def test_parameters_are_plain_scalars():
+    params = [(param.offset, param.size) for param in Case(SMALL, 32, 32).binary.params]
+    assert params == [(8 * k, 8) for k in range(8)] + [(64 + 4 * k, 4) for k in range(13)]
+
+
+CALL = Case(SMALL, 64, 64).call
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"A": replace(CALL.A, dtype="fp32")}, "needs fp16 or bf16 operands, got fp32"),
+        ({"out": replace(CALL.out, dtype="fp64")}, "with a result in fp64"),
+        ({"C": replace(CALL.C, dtype="fp32")}, "C and the result must have one dtype, got fp32 and bf16"),
+        ({"A": replace(CALL.A, row_stride=2 * CALL.A.row_stride, column_stride=2)}, "A must be contiguous"),
+        (
+            {"A": replace(CALL.A, address=CALL.A.address + 2)},
+            "A must have its first element at a multiple of 16",
+        ),
+        (
+            {"out": replace(CALL.out, row_stride=68)},
+            "out must have its row stride at a multiple of 16 bytes, got 136",
+        ),
+        ({"C": replace(CALL.C, batch=2, batch_stride=4100)}, "C must have its batch stride"),
+        ({"out": replace(CALL.out, row_stride=1 << 31)}, "out must have a row stride below"),
+    ],
+)
+def test_what_it_cannot_serve(changes, message):
+    with pytest.raises(Unsupported, match=re.escape(message)):
+        SYMMETRIC_SM80.spec(replace(CALL, **changes), SMALL, ARCHS["sm_80"])
+
+
+def test_too_much_shared_memory_is_refused_by_name():
+    large = config(128, 64, 4, 2, 2)
+    assert SYMMETRIC_SM80.spec(CALL, large, ARCHS["sm_80"])
+    with pytest.raises(Unsupported, match="needs 131072 bytes of shared memory, sm_86 has 101376"):
+        SYMMETRIC_SM80.spec(CALL, large, ARCHS["sm_86"])
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong", "message"),
+    [
+        ("apply", SMALL, "op must be one of gram, symmetric_product, got 'apply'"),
+        ("gram", {"tile": 32}, "config must have the fields"),
+        ("gram", {**SMALL, "tile": 48}, "tile must be one of (32, 64, 128), got 48"),
+        ("gram", config(32, 32, 3, 4, 1), "must divide a tile of 32"),
+        ("gram", config(128, 32, 3, 2, 1), "64 threads cannot load 128 by 32"),
+    ],
+)
+def test_wrong_configurations(op, wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SYMMETRIC_SM80.check(op, wrong)
+
+
+@pytest.mark.parametrize("arch", list(ARCHS))
+def test_configurations_on_offer_are_valid_and_fit(arch):
+    found = SYMMETRIC_SM80.configs("gram", 4096, 16384, "bf16", ARCHS[arch])
+    assert {choice["tile"] for choice in found} == {32, 64, 128}
+    for choice in found:
+        for out_dtype in DTYPES:
+            call = replace(CALL, C=None, out=replace(CALL.out, dtype=out_dtype))
+            SYMMETRIC_SM80.spec(call, choice, ARCHS[arch])
+    assert {c["tile"] for c in SYMMETRIC_SM80.configs("gram", 48, 4096, "bf16", ARCHS[arch])} == {32, 64}
+    assert not SYMMETRIC_SM80.configs("apply", 4096, 4096, "bf16", ARCHS[arch])
+    assert not SYMMETRIC_SM80.configs("gram", 4096, 4096, "fp32", ARCHS[arch])
+
+
+def plans(arch: str) -> Iterator[Plan]:
+    for choice in SYMMETRIC_SM80.configs("gram", 4096, 16384, "bf16", ARCHS[arch]):
+        for column_major in (False, True):
+            yield Plan("bf16", "bf16", column_major, **choice)
+            if arch == "sm_80":
+                yield Plan("fp16", "fp32", column_major, **choice)
+
+
+def spills(plan: Plan, arch: str) -> int:
+    tool("cuobjdump")
+    spec = KernelSpec("cute", "cute_kernels.symmetric_sm80_kernel", arch, vars(plan))
+    return resources_of(build_here(spec)).local_bytes
+
+
+def test_no_spills():
+    assert not spills(Plan("bf16", "bf16", True, **LARGE), "sm_80")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", list(ARCHS))
+def test_no_configuration_on_offer_spills(arch):
+    assert [plan for plan in plans(arch) if spills(plan, arch)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("choice", SYMMETRIC_SM80.configs("gram", 4096, 16384, "bf16", ARCHS["sm_80"]))
+def test_every_configuration_on_offer(choice):
+    m = choice["tile"] + 13
+    Case(choice, m, 5 * choice["bk"] + 3, c="out").check(None, 1, 2)
+    Case(choice, m, choice["bk"] * choice["stages"], dtype="fp16", out_dtype="fp32", by_columns=True).check(3)
+    Case(choice, m, m, "symmetric_product", dtype="fp16", out_dtype="fp16", batch=2).check(4)
+
+
+# Mutants that compute the same, or differ in what no memory model shows; each is explained.
+EQUIVALENT: tuple[str, ...] = ()
+
+
+def check_all(binary: Binary) -> None:
+    for case in (Case(SMALL, 75, 140, c="out"), Case(SMALL, 32, 32, c="none")):
+        for seed in (None, 1, 2):
+            case.run(seed, replace(case.binary, ptx=binary.ptx))
+            assert case.exact()
+
+
+@pytest.mark.parametrize("kind", ["barrier", "copy wait", "copy commit"])
+def test_every_dropped_synchronisation_is_noticed(kind):
+    lived = survivors(Case(SMALL, 75, 140).binary, check_all, kind)
+    assert [str(mutant) for mutant in lived] == []
