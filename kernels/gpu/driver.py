@@ -210,6 +210,8 @@ class _Prepared:
         with driver.current(self._context):
             self._function = driver.function(device, binary)
             self._buffer = ctypes.create_string_buffer(pack(binary, launch, driver.encode))
+        # A pointer to each parameter, not one to them all: where tensor maps need it, ptxas shifts parameters from
+        # where the PTX has them, and only the driver knows by how much.
         start = ctypes.addressof(self._buffer)
         offsets = (start + param.offset for param in binary.params)
         self._params = (ctypes.c_void_p * len(binary.params))(*offsets)

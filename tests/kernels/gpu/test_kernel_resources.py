@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 from fake_kernels import PTX, fake
@@ -12,6 +14,7 @@ from fake_kernels import PTX, fake
 from dmuon.kernels.gpu import toolchain
 from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary, Unsupported
+from dmuon.kernels.gpu.ptx_text import params_of
 from dmuon.kernels.gpu.resources import instructions, occupancy, resources_of
 from dmuon.kernels.gpu.roofline import DEVICES, symmetric_estimate
 
@@ -137,6 +140,31 @@ def test_a_cubin_is_examined(arch):
     arch_ = ARCHS[arch]
     assert (found.blocks_per_sm, found.limit) == occupancy(arch_, 256, found.registers, 11_200)
     assert found.occupancy == found.blocks_per_sm * 256 / arch_.threads_per_sm
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_parameters_have_the_sizes_that_the_cubin_expects(arch):
+    """The driver copies each by the cubin's size from where the binary's layout has it."""
+    code = """
+struct alignas(64) Map { unsigned long long words[16]; };
+extern "C" __global__ void kernel(int a, const __grid_constant__ Map map, float *p, short b, long long c, char d) {
+    p[a] = map.words[threadIdx.x] + b + c + d;
+}
+"""
+    try:
+        ptx, cubin = toolchain.compile_cuda(code, arch)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [str(toolchain.tool("cuobjdump")), "-elf", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except Unsupported as error:
+        pytest.skip(str(error))
+    infos = re.findall(r"Ordinal : 0x([0-9a-f]+)\s+Offset  : 0x[0-9a-f]+\s+Size    : 0x([0-9a-f]+)", text)
+    expected = [size for _, size in sorted((int(ordinal, 16), int(size, 16)) for ordinal, size in infos)]
+    params = params_of(ptx)
+    assert [param.size for param in params] == expected == [4, 128, 8, 2, 8, 1]
+    assert [param.offset for param in params] == [0, 64, 192, 200, 208, 216]
 
 
 def test_what_is_no_cubin_is_an_error():
