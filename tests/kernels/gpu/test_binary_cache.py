@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from fake_kernels import PTX, fake, install
+from fake_kernels import PTX, fake, install, start_process
 
 from dmuon.kernels.gpu import cache as cache_module
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Param
@@ -80,16 +79,15 @@ def test_sources_are_followed_through_imports_and_no_further(fakes):
         source_digest("not_there")
 
 
-def test_a_key_imports_no_dsl():
-    script = (
-        "import sys\n"
-        "from dmuon.kernels.gpu.cache import key_of\n"
-        "from dmuon.kernels.gpu.binary import KernelSpec\n"
-        "key_of(KernelSpec('triton', 'triton_kernels.symmetric_kernel', 'sm_80'))\n"
-        "key_of(KernelSpec('cute', 'cute_kernels.symmetric_sm90_kernel', 'sm_90a'))\n"
-        "assert not {'triton', 'tilelang', 'cutlass', 'tvm'} & set(sys.modules), sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+def test_a_key_imports_no_dsl(fakes):
+    body = """
+from dmuon.kernels.gpu.cache import key_of
+from dmuon.kernels.gpu.binary import KernelSpec
+key_of(KernelSpec("triton", "triton_kernels.symmetric_kernel", "sm_80"))
+key_of(KernelSpec("cute", "cute_kernels.symmetric_sm90_kernel", "sm_90a"))
+assert not {"torch", "triton", "tilelang", "cutlass", "tvm"} & set(sys.modules), sys.modules
+"""
+    assert start_process(fakes, body).wait(60) == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "bit", "longer", "garbage", "other"])
@@ -214,16 +212,23 @@ def test_a_lock_is_held_by_one_and_leaves_no_file(tmp_path):
     assert len(most) == 20 and max(most) == 1 and not path.exists()
 
 
-def test_a_lock_waits_only_so_long_and_ends_with_its_holder(tmp_path):
-    path = tmp_path / "lock"
-    script = (
-        "import sys, time; from pathlib import Path; from dmuon.kernels.gpu.locks import file_lock\n"
-        "with file_lock(Path(sys.argv[1]), 9): print('held', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with file_lock(path, 0.1) as held:
-            assert not held
-        holder.kill()
+def test_a_lock_waits_only_so_long_and_ends_with_its_holder(fakes, tmp_path):
+    path, ready = tmp_path / "lock", tmp_path / "ready"
+    body = f"""
+import time
+from pathlib import Path
+from dmuon.kernels.gpu.locks import file_lock
+with file_lock(Path({str(path)!r}), 9):
+    Path({str(ready)!r}).touch()
+    time.sleep(600)
+"""
+    holder = start_process(fakes, body)
+    while not ready.exists():
+        assert holder.poll() is None
+        time.sleep(0.02)
+    with file_lock(path, 0.1) as held:
+        assert not held
+    holder.kill()
+    holder.wait()
     with file_lock(path, 5) as held:
         assert held
