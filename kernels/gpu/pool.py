@@ -237,4 +237,5 @@ def _environment(scratch: Path) -> dict[str, str]:
         "TMPDIR": str(scratch),
         "TILELANG_CACHE_DIR": str(scratch / "tilelang"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TRITON_INTERPRET": "0",
     }
