@@ -4,7 +4,8 @@ One thread block per matrix reads X in panels, once for R; each restart reads it
 by panel, what the segments before made; the last reading writes the result. X is read once more than there are
 segments, twice more with ``normalize``, and nothing but the result is written.
 
-A configuration has ``panel`` (columns of X at a time) and ``warps`` (of a block).
+A configuration has ``panel`` (columns of X at a time, fewer where registers do not allow so many) and ``warps`` (of
+a block).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ LARGEST = 128
 FIELDS = {"panel": (32, 64), "warps": (1, 2, 4, 8)}
 """What each field of a configuration may be."""
 
+WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (4, 8), 128: (8,)}
+"""Warps by padded rows."""
+
 
 class SmallGramFamily:
     """The kernel in all its configurations; see :class:`~dmuon.kernels.gpu.small_calls.SmallFamily`."""
@@ -43,8 +47,7 @@ class SmallGramFamily:
         if m > LARGEST or dtype not in HALF:
             return []
         side = padded(m)
-        choices = [{"panel": panel, "warps": warps} for warps in _WARPS[side] for panel in FIELDS["panel"]]
-        return [choice for choice in choices if not _spills(side, choice, arch)]
+        return [{"panel": panel, "warps": warps} for warps in WARPS[side] for panel in FIELDS["panel"]]
 
     def check(self, config: Mapping[str, Any]) -> None:
         if set(config) != set(FIELDS):
@@ -57,19 +60,19 @@ class SmallGramFamily:
         self.check(config)
         _check_call(call)
         side = padded(call.X.rows)
-        if config["warps"] not in _WARPS[side] or _spills(side, config, arch):
-            raise Unsupported(
-                f"triton: {dict(config)} does not suit matrices of {call.X.rows} rows on {arch.name}"
-            )
-        needed = shared_bytes(side, call.segments, config["panel"], call.out.dtype)
+        if config["warps"] not in WARPS[side]:
+            raise Unsupported(f"triton: {side} padded rows take {WARPS[side]} warps, got {config['warps']}")
+        panel = min(config["panel"], _widest_panel(call))
+        needed = shared_bytes(side, call.segments, panel, call.out.dtype)
         if needed > arch.shared_bytes:
             raise Unsupported(
                 f"triton: {len(call.segments)} segments of {side} padded rows keep {needed} bytes in shared "
                 f"memory, {arch.name} has {arch.shared_bytes}"
             )
         options = {
-            **config,
             "side": side,
+            "panel": panel,
+            "warps": config["warps"],
             "dtype": call.dtype,
             "steps": [list(step) for step in call.steps],
             "segments": list(call.segments),
@@ -94,9 +97,6 @@ class SmallGramFamily:
 
 SMALL = SmallGramFamily()
 
-_WARPS = {16: (1, 2), 32: (1, 2, 4), 64: (4, 8), 128: (8,)}
-"""Warps worth trying by padded rows."""
-
 
 def padded(m: int) -> int:
     """Rows that the kernel computes with: the next power of two, 16 at least."""
@@ -107,12 +107,17 @@ def shared_bytes(side: int, segments: tuple[int, ...], panel: int, out_dtype: st
     """Shared memory that the compiler will need, at most: every Q, and either R and P or the panels."""
     matrix, strip = 2 * side * side, 2 * side * panel
     panels = 2 * strip + (2 * strip if out_dtype == "fp32" else strip)
-    return len(segments) * matrix + max(2 * matrix, panels)
+    return len(segments) * matrix + max(2 * matrix, panels) + 4 * side
 
 
-def _spills(side: int, config: Mapping[str, Any], arch: Arch) -> bool:
-    """Whether the compiler runs out of registers."""
-    return False
+def _widest_panel(call: SmallCall) -> int:
+    """The most columns of X at a time that leave the compiler registers enough: single elements take an address
+    each, fp32 twice the room of what it is rounded to."""
+    if call.X.rows <= 64:
+        return 64
+    if not (_aligned(call.X) and _aligned(call.out)):
+        return 16
+    return 32 if call.X.dtype == "fp32" else 64
 
 
 def _check_call(call: SmallCall) -> None:

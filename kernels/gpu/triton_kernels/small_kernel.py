@@ -65,7 +65,31 @@ def _tile(
     j = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
     inside = (i < m) & (j < columns - start)
     offsets = i * line + j if ROW_MAJOR else j * line + i
-    return first + start.to(gl.int64) * (1 if ROW_MAJOR else line) + offsets, inside
+    return first + gl.to_tensor(start).to(gl.int64) * (1 if ROW_MAJOR else line) + offsets, inside
+
+
+@gluon.jit
+def _read(
+    first,
+    line,
+    m,
+    columns,
+    start,
+    M: gl.constexpr,
+    PANEL: gl.constexpr,
+    ROW_MAJOR: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The panel from column ``start`` on, zero beyond the matrix."""
+    addresses, inside = _tile(first, line, m, columns, start, M, PANEL, ROW_MAJOR, LAYOUT)
+    return gl.load(addresses, inside, other=0.0)
+
+
+@gluon.jit
+def _zero(m):
+    """0, but unknown to the compiler: addresses and descriptors of shared memory that it enters are computed where
+    they are used. Else those of all products would be computed once, and fill the registers of every loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [m], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -98,6 +122,7 @@ def _polynomial(
     R,
     P,
     Q,
+    columns,
     m,
     zero,
     STEPS: gl.constexpr,
@@ -108,7 +133,7 @@ def _polynomial(
 ):
     """Fill Q with the product of COUNT step polynomials of R; a lone step's lacks its a·I, left to whom applies it.
 
-    R is lost, and P too. ``zero`` is an (M, M) accumulator.
+    R is lost, and P too. ``columns`` holds 0, 1, …, M − 1. ``zero`` is an (M, M) accumulator.
     """
     layout: gl.constexpr = zero.type.layout
     M: gl.constexpr = zero.shape[0]
@@ -118,7 +143,7 @@ def _polynomial(
         value += STEPS[3 * (FIRST + k) + 1] * R.load(layout).to(gl.float32)
         if COUNT > 1:
             i = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
-            j = gl.arange(0, M, gl.SliceLayout(0, layout))[None, :]
+            j = columns.load(gl.SliceLayout(0, layout))[None, :]
             # Not on the padding, where powers of a could overflow and make NaN of its zeros.
             value += gl.where((i == j) & (i < m), STEPS[3 * (FIRST + k)], 0.0)
         _write(value, last, WARPGROUP)
@@ -170,13 +195,13 @@ def small_gram_ns(
         # passes over NaN, which then poisons its matrix in R.
         tile = gl.zeros((M, PANEL), gl.float32, X_LAYOUT)
         for start in range(0, n, PANEL):
-            addresses, inside = _tile(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
-            tile = gl.maximum(tile, gl.abs(gl.load(addresses, inside, other=0.0).to(gl.float32)))
+            value = _read(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            tile = gl.maximum(tile, gl.abs(value.to(gl.float32)))
         largest = gl.maximum(gl.max(gl.max(tile, 1), 0), _TINY)
         tile = gl.zeros((M, PANEL), gl.float32, X_LAYOUT)
         for start in range(0, n, PANEL):
-            addresses, inside = _tile(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
-            scaled = gl.load(addresses, inside, other=0.0).to(gl.float32) / largest
+            value = _read(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            scaled = value.to(gl.float32) / largest
             tile += scaled * scaled
         norm = gl.maximum(gl.sqrt(gl.sum(gl.sum(tile, 1), 0)), _TINY)
 
@@ -185,16 +210,18 @@ def small_gram_ns(
     loaded: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, PANEL], DTYPE, transposed=not X_ROW_MAJOR)
     Qs = gl.allocate_shared_memory(DTYPE, [SEGMENTS, M, M], matrix)
     zero = gl.zeros((M, M), gl.float32, SQUARE)
+    # Read from memory whenever the diagonal is wanted: where it is would else be kept in a register per element.
+    columns = gl.allocate_shared_memory(gl.int32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns.store(gl.arange(0, M, gl.SliceLayout(0, SQUARE)))
     for segment in gl.static_range(SEGMENTS + 1):
         R = zero
         Xs = gl.allocate_shared_memory(DTYPE, [M, PANEL], loaded)
         Ys = gl.allocate_shared_memory(DTYPE, [M, PANEL], panel)
-        addresses, inside = _tile(x_first, x_line, m, n, n * 0, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
-        ahead = gl.load(addresses, inside, other=0.0)
+        ahead = _read(x_first, x_line, m, n, 0, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+        q_first = _zero(m)
         for start in range(0, n, PANEL):
             value = ahead
-            addresses, inside = _tile(x_first, x_line, m, n, start + PANEL, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
-            ahead = gl.load(addresses, inside, other=0.0)
+            ahead = _read(x_first, x_line, m, n, start + PANEL, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
             if NORMALIZE:
                 value = value.to(gl.float32) / largest / norm
             _write(value, Xs, WARPGROUP)
@@ -204,7 +231,7 @@ def small_gram_ns(
                 total = gl.zeros((M, PANEL), gl.float32, WIDE)
                 if COUNTS[k] == 1:
                     total = STEPS[3 * FIRSTS[k]] * now.load(WIDE).to(gl.float32)
-                total = _product(Qs.index(k), now, total, DEPTH, WARPGROUP, COUNTS[k] == 1)
+                total = _product(Qs.index(q_first + k), now, total, DEPTH, WARPGROUP, COUNTS[k] == 1)
                 if k < SEGMENTS - 1:
                     _write(total, Ys, WARPGROUP)
                     now = Ys
@@ -218,11 +245,21 @@ def small_gram_ns(
             if segment < SEGMENTS:
                 R = _product(now, now.permute((1, 0)), R, DEPTH, WARPGROUP, True)
         if segment < SEGMENTS:
-            Rs = gl.allocate_shared_memory(DTYPE, [M, M], matrix)
-            Ps = gl.allocate_shared_memory(DTYPE, [M, M], matrix)
-            _write(R, Rs, WARPGROUP)
+            work = gl.allocate_shared_memory(DTYPE, [2, M, M], matrix)
+            first = _zero(m)
+            _write(R, work.index(first), WARPGROUP)
             _polynomial(
-                Rs, Ps, Qs.index(segment), m, zero, STEPS, FIRSTS[segment], COUNTS[segment], DEPTH, WARPGROUP
+                work.index(first),
+                work.index(first + 1),
+                Qs.index(first + segment),
+                columns,
+                m,
+                zero,
+                STEPS,
+                FIRSTS[segment],
+                COUNTS[segment],
+                DEPTH,
+                WARPGROUP,
             )
 
 
