@@ -32,10 +32,10 @@ class Plan:
         out_dtype: of C and the result, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         column_major: whether the operands' columns are contiguous rather than their rows.
         arrangement: ``"cooperative"`` or ``"ping-pong"``.
-        tile: rows and columns of a tile. One of 256 is the work of two blocks, or of one in two turns.
+        tile: rows and columns of a tile.
         bk: depth of one stage.
         stages: of operands in shared memory.
-        cluster: blocks that share what they load where their tiles are of one column: 1 or 2.
+        cluster: CTAs that share what they load where their tiles are of one column: 1 or 2.
     """
 
     dtype: str
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that a block of threads takes in one turn: all, as far as sums fit in registers."""
+        """Rows of a tile that a CTA takes in one turn: as many as sums fit in registers."""
         return 128 if self.tile == 256 else self.tile
 
     @property
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """Of one block: barriers, stages, slots of C and staged blocks."""
+        """Of one CTA: barriers, stages, slots of C and staged blocks."""
         c_slots, stagings = self.buffers
         blocks = self.consumers * (c_slots + 2 * stagings)
         return self._barrier_bytes + self.stages * self.stage_bytes + blocks * self.block_bytes

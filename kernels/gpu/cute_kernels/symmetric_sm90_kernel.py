@@ -1,17 +1,18 @@
 """Device side of :mod:`dmuon.kernels.gpu.cute_kernels.symmetric_sm90`: TMA, wgmma, warp specialisation.
 
-A block is one producer warpgroup and one to three consumer warpgroups, and stays on its multiprocessor: it takes
-tiles of the lower triangle until none is left. Warp 0 of the producer loads operands into a ring of stages, warp 1
-loads C into a ring of slots; both run ahead of the consumers, into the next tile. Consumers accumulate in
-registers, then finish a tile in blocks of 64×64: add C and the diagonal, and stage the block and its transpose in
-shared memory, from where TMA writes both.
+A CTA has one producer warpgroup and two or three consumer warpgroups, and stays on its multiprocessor: it takes
+tiles of the lower triangle until none is left. The producer's first warp loads operands into a ring of stages; of
+its other warps, each loads C into the ring of slots of one consumer warpgroup. All run ahead of the consumers, into
+the next tile. A consumer accumulates in registers, then finishes its part of a tile block by block: 64×64 sums, to
+which it adds C and the diagonal, and which it stages in shared memory, as they are and transposed. TMA writes both.
 
-*Cooperative*: each consumer warpgroup computes 64 rows of the same tile. *Ping-pong*: two consumer warpgroups take
-tiles in turn, one on the tensor cores while the other finishes its tile.
+*Cooperative*: each consumer warpgroup computes 64 rows of one tile. *Ping-pong*: two consumer warpgroups take tiles
+in turn, one on the tensor cores while the other finishes its tile. *Clusters*: two CTAs take neighbouring tiles in
+step; where these are of one column, each loads half of B's rows for both.
 
 Parameters of the kernel, in order: tensor maps of A, B, C and out (dimensions fastest first: columns, rows, batch,
-or rows, columns, batch of a column-major operand); i32 steps of k, tile rows, tiles of one matrix, tiles of all,
-tile rows of a band, whether there is a C; f32 alpha, beta, diag.
+or rows, columns, batch of column-major operands); i32 steps of k, tile rows, tiles of one matrix, CTA tiles of all
+matrices, tile rows of a band, whether there is a C; f32 alpha, beta, diag.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class SymmetricSm90:
             scalars = (alpha, beta, diag)
             self.consume(store_d, sA, sB, sC, sD, bars, group, steps, tiles, schedule, has_c, scalars)
         if const_expr(plan.cluster > 1):
-            # The other block may still send to this one's shared memory.
+            # The other CTA may still send to this one's shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -201,15 +202,15 @@ class SymmetricSm90:
 
     @cute.jit
     def load_halves(self, load_b, source, target, bar, j, rank, shared):
-        """B's rows in two halves. Of a shared column each block loads one half, for both."""
+        """B's rows in two halves. Of a shared column each CTA of the cluster loads one half, for both."""
         for half in range_constexpr(2):
             if not shared or half == rank:
-                blocks = Int16(3 if shared else 1 << rank)
+                to = Int16(3 if shared else 1 << rank)
                 piece = source[None, 2 * j + half]
-                cute.copy(load_b, piece, target[None, half], tma_bar_ptr=bar, mcast_mask=blocks)
+                cute.copy(load_b, piece, target[None, half], tma_bar_ptr=bar, mcast_mask=to)
 
     def first_of_cluster(self, tile):
-        """The first of the tiles that the blocks of a cluster work on while one works on ``tile``."""
+        """The first of the tiles that a cluster works on while one of its CTAs works on ``tile``."""
         return tile if self.plan.cluster == 1 else tile & ~1
 
     @cute.jit
@@ -273,10 +274,9 @@ class SymmetricSm90:
                     at = self.block_at(i, j, row, column)
                     if at[1] <= at[0]:
                         block = cute.make_rmem_tensor(self.blocks.fragment(), Float32)
+                        first = cute.size(block) * (plan.tile // BLOCK * r + column)
                         for e in range_constexpr(cute.size(block)):
-                            block[e] = (
-                                scalars[0] * sums[cute.size(block) * (plan.tile // BLOCK * r + column) + e]
-                            )
+                            block[e] = scalars[0] * sums[first + e]
                         if has_c != 0:
                             place = group * self.c_slots + slot
                             cute.arch.mbarrier_wait(c_full + place, c_phase)
@@ -289,7 +289,7 @@ class SymmetricSm90:
                         staging = (staging + 1) % self.stagings
             tile += stride
         if plan.cluster > 1 and self.first_of_cluster(tile) < tiles:
-            self.pass_over(full, empty, steps, stage, phase)
+            self.pass_over(full, empty, group, steps, stage, phase)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -322,8 +322,10 @@ class SymmetricSm90:
         return stage, phase, previous
 
     @cute.jit
-    def pass_over(self, full, empty, steps, stage, phase):
-        """Keep in step with the other block of the cluster through its last tile, without one of one's own."""
+    def pass_over(self, full, empty, group, steps, stage, phase):
+        """Keep in step with the other CTA of the cluster through its last tile, without one of one's own."""
+        if const_expr(self.plan.ping_pong):
+            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
         for _ in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
             self.release(empty + stage)
@@ -331,7 +333,7 @@ class SymmetricSm90:
 
     @cute.jit
     def release(self, empty):
-        """Tell the producers of all blocks of the cluster, once for each warp, that a stage has been read."""
+        """Tell the producers of all CTAs of the cluster, once for each warp, that a stage has been read."""
         if const_expr(self.plan.cluster == 1):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty)
@@ -357,17 +359,17 @@ class SymmetricSm90:
 
     @cute.jit
     def place_of(self, tile, schedule):
-        """Row (of ``plan.rows``), column (of ``plan.tile``) and matrix of what a block of threads does in one turn."""
+        """Row (of ``plan.rows``), column (of ``plan.tile``) and matrix of a CTA tile: a tile, or one turn of it."""
         turns = self.plan.turns
         i, j, matrix = tile_at(tile // turns, *schedule)
         return i * turns + tile % turns, j, matrix
 
     def block_row(self, group, r):
-        """The row of blocks, within its turn, of a warpgroup's ``r``-th."""
+        """The row of blocks, within its CTA tile, of a warpgroup's ``r``-th."""
         return r if self.plan.ping_pong else group
 
     def block_at(self, i, j, row, column):
-        """Row and column, in blocks, of a block in the turn at (i, j)."""
+        """Row and column, in blocks, of a block in the CTA tile at (i, j)."""
         return i * (self.plan.rows // BLOCK) + row, j * (self.plan.tile // BLOCK) + column
 
     def partition_operand(self, atom, shared, matrix, rows):

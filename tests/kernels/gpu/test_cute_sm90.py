@@ -151,10 +151,10 @@ def test_results_in_fp32():
     Case(PING_PONG, 136, 72, out_dtype="fp32").check(1)
 
 
-@pytest.mark.parametrize("m", [136, 264])
-def test_clusters(m):
-    # 3 tiles leave one block of the last cluster without any; 6 tiles fill their clusters.
-    Case(config("cooperative", 128, 64, 4, cluster=2), m, 72, multiprocessors=4).check(1)
+@pytest.mark.parametrize(("arrangement", "m", "n"), [("cooperative", 264, 72), ("ping-pong", 136, 330)])
+def test_clusters(arrangement, m, n):
+    # 6 tiles fill their clusters; 3 tiles leave one CTA of the last cluster without any.
+    Case(config(arrangement, 128, 64, 4, cluster=2), m, n, c="out", multiprocessors=4).check(1)
 
 
 SHIPPED = {
