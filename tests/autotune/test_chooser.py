@@ -48,6 +48,7 @@ def test_the_order_of_look_up(store: Store, monkeypatch, problem):
     assert TunedChooser(store).choose(problem) == HEURISTIC
 
 
+@pytest.mark.case(row="T2")
 def test_stale_and_wrong_entries_are_ignored(store: Store, problem):
     good, bad = blocked(128), blocked(256)
     store.record(

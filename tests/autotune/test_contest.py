@@ -54,6 +54,7 @@ def test_the_fastest_correct_candidate_wins_and_the_plain_one_is_timed_with_it()
     assert best_trial(trials.values()) == fast
 
 
+@pytest.mark.case(row="T4")
 @pytest.mark.parametrize("error", [0.02, math.nan, math.inf])
 def test_wrong_numbers_are_rejected_however_fast(error):
     bench = SimulatedBench(Clock(), {**TIMES, F: 0.001}, {F: [{"gaussian": 1e-6, "decaying": error}]})
@@ -109,6 +110,7 @@ def test_in_fp64_the_yardstick_makes_no_allowance():
     assert "rejected" in statuses(found)
 
 
+@pytest.mark.case(row="T3")
 def test_who_raises_has_failed_with_its_message_and_the_next_is_used():
     bench = SimulatedBench(Clock(), TIMES, {F: RuntimeError("no kernel image")})
     found = contest(bench)

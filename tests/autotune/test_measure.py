@@ -1,4 +1,4 @@
-"""Real runs of tiny problems, with backends that misbehave (cases T3 and T4)."""
+"""Real runs of tiny problems, with backends that misbehave."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.case(row="T4")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_numbers_are_rejected_and_never_chosen(fault, monkeypatch, store: Store):
     monkeypatch.setitem(BACKENDS, "misbehaving", Misbehaving(FAULTS[fault]))
@@ -80,6 +81,7 @@ def test_wrong_numbers_are_rejected_and_never_chosen(fault, monkeypatch, store: 
     assert rejected.message
 
 
+@pytest.mark.case(row="T3")
 def test_a_backend_that_raises_is_recorded_and_the_next_one_used(monkeypatch, store: Store):
     monkeypatch.setitem(BACKENDS, "misbehaving", Misbehaving(raise_error))
     monkeypatch.setattr("dmuon.autotune.tuner.ns_candidates", lambda *_: [MISBEHAVING, PLAIN])

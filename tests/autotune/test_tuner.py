@@ -86,6 +86,7 @@ def test_force_tunes_again(store: Store, monkeypatch):
     assert len(store.trials()) == 10
 
 
+@pytest.mark.case(row="T2")
 def test_stale_trials_do_not_answer(simulation: Simulation, store: Store):
     problem = ns_problem(64, 256)
     store.record([trial(PLAIN, 1.0, problem, versions={"torch": "1.0"})])

@@ -1,4 +1,4 @@
-"""Case T2: what was measured with another GPU, driver, library version or kernel source is not used."""
+"""What was measured with another GPU, driver, library version or kernel source is not used."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def test_a_trial_made_now_is_valid():
     assert choice_of(made) == blocked(128)
 
 
+@pytest.mark.case(row="T2")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -39,6 +40,7 @@ def test_other_software_makes_it_invalid(changes):
     assert choice_of(made) is None
 
 
+@pytest.mark.case(row="T2")
 def test_a_changed_kernel_source_makes_it_invalid(monkeypatch):
     made = trial(blocked(128), 3.0)
     monkeypatch.setattr(versions, "source_hash", lambda backends: "another")
@@ -51,6 +53,7 @@ def test_a_backend_depends_on_its_own_sources_alone():
     assert torch_alone.source_hash != both.source_hash
 
 
+@pytest.mark.case(row="T2")
 def test_another_driver_makes_a_cuda_trial_invalid(monkeypatch):
     monkeypatch.setattr(versions, "_cuda_driver", lambda: "580.65.06")
     made = replace(

@@ -48,6 +48,7 @@ def modules(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.case(row="T3")
 @pytest.mark.parametrize(
     ("module", "says"),
     [
@@ -87,6 +88,7 @@ def compilers(modules, monkeypatch):
     monkeypatch.setattr(doctor_module, "_version", lambda name: None if name == "absent" else "1.0")
 
 
+@pytest.mark.case(row="T3")
 def test_doctor_reports_what_fails_and_is_not_harmed(path, compilers):
     Store(path).record([trial()])
     report = json.loads(invoke("doctor", "--json", "--timeout", "2").stdout)

@@ -60,6 +60,7 @@ def test_fused_by_default_where_torch_can() -> None:
         assert group["algorithm"] == "adamw" and group["fused"] is fused
 
 
+@pytest.mark.case(row="N10")
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
 def test_gradients_of_any_layout(layout: str) -> None:
     gradient: Tensor

@@ -40,6 +40,7 @@ def test_a_model_becomes_two_groups_with_names() -> None:
     assert "betas" not in muon and "momentum" not in adamw
 
 
+@pytest.mark.case(row="P3")
 def test_groups_with_their_own_options_survive() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer = dmuon.Muon(
@@ -264,6 +265,7 @@ def test_cycled_momentum_is_muons(kind: str) -> None:
     assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
 
 
+@pytest.mark.case(row="T6")
 def test_a_scheduler_fills_a_tensor_learning_rate() -> None:
     lr = torch.tensor(0.5)
     optimizer = dmuon.Muon([matrix()], lr=lr)

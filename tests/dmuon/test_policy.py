@@ -1,4 +1,4 @@
-"""Which parameters are matrices (CASES P2, P4, P5, P6, R5)."""
+"""Which parameters are matrices."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ def test_heads_by_name(name: str, head: bool) -> None:
     assert (routing.reason == "output head") == head
 
 
+@pytest.mark.case(row="P6")
 @pytest.mark.parametrize(
     "name",
     [
@@ -191,6 +192,7 @@ def test_convolutions() -> None:
     assert found == [[(1, 8, 18)], [(1, 8, 54)], [(4, 3, 18)], [], [(2, 27, 4)]]
 
 
+@pytest.mark.case(row="P5")
 @pytest.mark.parametrize("make", [nn.Linear, lambda fan_in, fan_out: Conv1D(fan_out, fan_in)])
 def test_splits_cut_output_features(make: type[nn.Linear]) -> None:
     model = nn.ModuleDict({"qkv": make(32, 128)})
@@ -205,6 +207,7 @@ def test_splits_cut_each_expert() -> None:
     assert sizes(routing) == [(3, 8, 4), (3, 8, 4)]
 
 
+@pytest.mark.case(row="P5")
 def test_splits_that_do_not_add_up_raise() -> None:
     with pytest.raises(ValueError, match=r"blocks\.0\.qkv\.weight.*\(96, 16\).*112.*\(128, 8\).*128"):
         MatrixPolicy(splits={"*.qkv.weight": (96, 16)}).route_model(Model())
@@ -253,6 +256,7 @@ def test_bad_overrides_are_refused() -> None:
             MatrixPolicy(splits={"*": sizes_})
 
 
+@pytest.mark.case(row="P2")
 def test_meta_and_placeholders_route_as_the_real_model() -> None:
     with torch.device("meta"):
         on_meta = Model()
@@ -292,6 +296,7 @@ def test_the_same_tensor_under_two_names_is_one() -> None:
     assert routing.aliases == ("b.weight",)
 
 
+@pytest.mark.case(row="P2")
 def test_sharded_parameters_route_by_their_logical_shape() -> None:
     """R5: on 4 ranks each sees a quarter of the rows, and the split rule must not."""
     script = """

@@ -38,10 +38,10 @@ HALVES = ProductChoice("blocked", {"block": 24, "split": "halves"})
 PANELS = ProductChoice("blocked", {"block": 24, "split": "panel"})
 
 
+@pytest.mark.case(row="N6")
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_forms_equal_the_polynomial_in_fp64(name: str, shape: tuple[int, ...]) -> None:
-    """N6."""
     G = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     exact = expected(G, SETS[name].steps)
     for method in ("gram", "standard"):
@@ -67,11 +67,12 @@ BOUNDS = {  # precision: of the standard form in p'(0)·u, of the Gram form in p
 """docs/kernels.md states and explains these."""
 
 
+@pytest.mark.case(row="N3")
 @pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_error_stays_within_the_documented_bound(spectrum: str, name: str, precision: str) -> None:
-    """N3, the singular values included: the polynomial's own largest value, and 64 u for rounding."""
+    """The singular values included: the polynomial's own largest value, and 64 u for rounding."""
     coefficients, working, u = SETS[name], DTYPES[precision], ROUNDOFF[precision]
     G = matrix(spectrum, 96, 192)
     exact, p = expected(G, coefficients.steps), slope(coefficients.steps)
@@ -121,11 +122,11 @@ def test_nearly_square_matrices_take_the_standard_form_in_half_precision() -> No
     assert gram > 2 * standard
 
 
+@pytest.mark.case(row="N1")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", ["gram", "standard"])
 def test_the_result_does_not_depend_on_scale(precision: str, dtype: torch.dtype, method: str) -> None:
-    """N1."""
     G = torch.randn(32, 80, dtype=dtype, generator=torch.Generator().manual_seed(2))
     reference = gram_ns(G, precision=precision, method=method).double()
     for scale in (1e-30, 1e-12, 1e-9, 1e4, 1e15, 1e18, 1e30):
@@ -142,11 +143,11 @@ def test_the_result_does_not_depend_on_scale(precision: str, dtype: torch.dtype,
             assert relative_error(gram_ns(G * scale, precision=precision, method=method), reference) < 0.1
 
 
+@pytest.mark.case(row="N2")
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zero_nan_and_inf_keep_to_their_own_matrix(precision: str, method: str, dtype: torch.dtype) -> None:
-    """N2."""
     G = torch.randn(5, 24, 60, generator=torch.Generator().manual_seed(3)).to(dtype)
     clean = gram_ns(G, precision=precision, method=method)
     G[1] = 0

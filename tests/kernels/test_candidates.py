@@ -82,8 +82,9 @@ class Absent:
         return [] if op == "gram_ns" else [{"tile": 128}]
 
 
+@pytest.mark.case(row="T3")
 def test_a_backend_that_cannot_run_here_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T3: the next backend is used."""
+    """The next one is used."""
     monkeypatch.setitem(BACKENDS, "absent", Absent())  # type: ignore[misc]
 
     def offered(device: str, backends: list[str] | None = None) -> set[str]:

@@ -29,10 +29,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.case(row="N10")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_make_no_difference(layout: str, precision: str) -> None:
-    """N10."""
     G = LAYOUTS[layout]
     before = G.clone()
     plain = gram_ns(G.contiguous(), precision=precision)

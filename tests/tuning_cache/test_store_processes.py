@@ -92,6 +92,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.case(row="T1")
 @pytest.mark.parametrize("seconds", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_eight_writers_one_killed(tmp_path, seconds):
     path = tmp_path / "tuning.db"

@@ -1,0 +1,37 @@
+"""Faults that users met in other systems: each has a test here that is marked with its row, as ``case(row="N1")``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+CASES = {
+    "N1": "gradients of any scale give the same update",
+    "N2": "a zero matrix, NaN and Inf",
+    "N3": "hard spectra: low rank, fast decay, Hilbert",
+    "N4": "one huge gradient beside normal ones under a global clip",
+    "N5": "a step skipped by a GradScaler, then a normal one",
+    "N6": "square, tall, wide, one row, one column, odd sizes",
+    "N7": "learning rate 0; weight decay exactly as its formula",
+    "N8": "the learning rate is adjusted to the shape once",
+    "N9": "the momentum is never used as scratch memory",
+    "N10": "gradients of any memory layout",
+    "P1": "every matrix is orthogonalised exactly once a step",
+    "P2": "parameters on the meta device, placeholders and shards go by their logical shape",
+    "P3": "each group keeps its own options",
+    "P4": "a stack of experts equals a loop over them",
+    "P5": "a fused weight equals its parts; sizes that do not add up are refused",
+    "P6": "LoRA factors are no matrices unless named",
+    "T1": "many processes write to one store",
+    "T2": "what another GPU, driver, library or kernel source measured is not used",
+    "T3": "a kernel compiler that raises or aborts",
+    "T4": "a configuration that is fast and wrong",
+    "T6": "a learning rate changed after the first step is the one used",
+}
+
+
+def test_every_case_is_tested_and_every_mark_is_a_case() -> None:
+    """``pytest -m 'case(row="N1")'`` runs the tests of a row."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("test_*.py")]
+    marked = {row for source in sources for row in re.findall(r'pytest\.mark\.case\(row="(\w+)"\)', source)}
+    assert marked == set(CASES)
