@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx.history import union
-from ptx.program import Instruction, Symbol
-from ptx.table import AGAIN, MOVED, Closure, Mask, instruction, lanes_of
+from ptx.syntax import Instruction, Symbol
+from ptx.table import (
+    AGAIN,
+    AT_BARRIER,
+    AT_CLUSTER_BARRIER,
+    DONE,
+    MOVED,
+    RUNNING,
+    Closure,
+    Mask,
+    instruction,
+    lanes_of,
+)
+from ptx.warp import collective
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
-
-_RUNNING, _DONE, _AT_BARRIER, _AT_CLUSTER = 0, 1, 2, 5
 
 
 @instruction("bra")
@@ -41,7 +51,7 @@ def branch_table(machine: Machine, statement: Instruction) -> Closure:
 def leave(machine: Machine, statement: Instruction) -> Closure:
     def run(mask: Mask) -> int:
         machine.pc[mask] = statement.index
-        machine.state[mask] = _DONE
+        machine.state[mask] = DONE
         for block in np.unique(machine.block[mask]):
             for barrier in range(16):
                 _release(machine, int(block), barrier, None)
@@ -123,7 +133,7 @@ def block_barrier(machine: Machine, statement: Instruction) -> Closure:
         machine.pc[lanes] = statement.index + 1
         machine.report.barriers += -(-lanes.size // 32)
         if action != "arrive":
-            machine.state[lanes] = _AT_BARRIER
+            machine.state[lanes] = AT_BARRIER
             machine.barrier[lanes] = numbers
         if result is not None:
             result.contribute(lanes)
@@ -151,15 +161,15 @@ def _release(machine: Machine, block: int, barrier: int, result: Any) -> None:
     if arrived == 0:
         return
     part = slice(block * machine.block_width, (block + 1) * machine.block_width)
-    expected = int(machine.expected[block, barrier]) or int(np.count_nonzero(machine.state[part] != _DONE))
+    expected = int(machine.expected[block, barrier]) or int(np.count_nonzero(machine.state[part] != DONE))
     if arrived < expected:
         return
     if arrived > expected:
         raise RuntimeError(f"{arrived} threads arrived at barrier {barrier}, which is for {expected}")
     waiting = (
-        part.start + ((machine.state[part] == _AT_BARRIER) & (machine.barrier[part] == barrier)).nonzero()[0]
+        part.start + ((machine.state[part] == AT_BARRIER) & (machine.barrier[part] == barrier)).nonzero()[0]
     )
-    machine.state[waiting] = _RUNNING
+    machine.state[waiting] = RUNNING
     machine.barrier[waiting] = -1
     machine.arrived[block, barrier] = 0
     machine.history.learn(
@@ -215,7 +225,7 @@ def cluster_arrive(machine: Machine, statement: Instruction) -> Closure:
 def cluster_wait(machine: Machine, statement: Instruction) -> Closure:
     def run(mask: Mask) -> int:
         machine.pc[mask] = statement.index + 1
-        machine.state[mask] = np.where(machine.cluster_passed[mask], _RUNNING, _AT_CLUSTER)
+        machine.state[mask] = np.where(machine.cluster_passed[mask], RUNNING, AT_CLUSTER_BARRIER)
         if not np.all(machine.cluster_arrived[mask] | machine.cluster_passed[mask]):
             raise RuntimeError("a thread waits at the cluster barrier without having arrived")
         for cluster, known in machine.cluster_over.items():
@@ -232,17 +242,17 @@ def cluster_wait(machine: Machine, statement: Instruction) -> Closure:
 def _release_clusters(machine: Machine) -> bool:
     """Lets go the clusters all of whose threads have arrived; whether any did."""
     width = machine.block_width * machine.shape.cluster_blocks
-    live = (machine.state != _DONE).reshape(-1, width)
+    live = (machine.state != DONE).reshape(-1, width)
     arrived = machine.cluster_arrived.reshape(-1, width)
     complete = live.any(1) & (arrived | ~live).all(1) & (arrived & live).any(1)
     if not complete.any():
         return False
     for cluster in complete.nonzero()[0].tolist():
         part = slice(cluster * width, (cluster + 1) * width)
-        waiting = machine.state[part] == _AT_CLUSTER
+        waiting = machine.state[part] == AT_CLUSTER_BARRIER
         machine.cluster_arrived[part] = False
         machine.cluster_passed[part] = live[cluster] & ~waiting
-        machine.state[part][waiting] = _RUNNING
+        machine.state[part][waiting] = RUNNING
         known = machine.cluster_known.pop(cluster, None)
         machine.cluster_over[cluster] = known
         machine.history.learn(np.unique(machine.warp[part][waiting]), known)
@@ -251,6 +261,4 @@ def _release_clusters(machine: Machine) -> bool:
 
 @instruction("bar.warp.sync")
 def warp_barrier(machine: Machine, statement: Instruction) -> Closure:
-    from ptx.warp import collective
-
     return collective(machine, statement, statement.args[0], lambda mask: None)

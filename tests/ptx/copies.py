@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.program import Immediate, Instruction, integer
+from ptx.syntax import Immediate, Instruction, integer
 from ptx.table import Closure, Mask, instruction
 
 if TYPE_CHECKING:

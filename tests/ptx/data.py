@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx.floats import decode, encode
-from ptx.program import Address, Instruction, Operand, Symbol, Vector
+from ptx.spaces import space_of
+from ptx.syntax import Address, Instruction, Operand, Symbol, Vector
 from ptx.table import Closure, Mask, instruction, lanes_of
 from ptx.types import DTYPES, UNSIGNED, bytes_of
 from ptx.warp import collective
@@ -22,7 +23,7 @@ def _items(operand: Operand) -> tuple[Operand, ...]:
 
 @instruction("ld", "ldu")
 def load(machine: Machine, statement: Instruction) -> Closure:
-    kind, space = statement.mods[-1], machine.space_of(statement)
+    kind, space = statement.mods[-1], space_of(statement)
     targets = _items(statement.args[0])
     if space == "param" and _names_parameter(machine, statement.args[1]):
         return _load_parameter(machine, statement, kind, targets)
@@ -82,7 +83,7 @@ def _load_parameter(
 def store(machine: Machine, statement: Instruction) -> Closure:
     if "async" in statement.mods:
         raise NotImplementedError(statement.opcode)
-    kind, space = statement.mods[-1], machine.space_of(statement)
+    kind, space = statement.mods[-1], space_of(statement)
     sources = [machine.source(item, kind) for item in _items(statement.args[1])]
     size, count = bytes_of(kind), len(sources)
     address = machine.address(statement.args[0])
@@ -120,7 +121,7 @@ def atomic(machine: Machine, statement: Instruction) -> Closure:
     """Atomics one thread after the other, in a random order if scheduling is random."""
     if "async" in statement.mods:
         raise NotImplementedError(statement.opcode)
-    kind, space = statement.mods[-1], machine.space_of(statement)
+    kind, space = statement.mods[-1], space_of(statement)
     operation = next(m for m in statement.mods if m in {*_OPERATIONS, "exch", "cas", "inc", "dec"})
     args = list(statement.args)
     targets = _items(args.pop(0)) if statement.op == "atom" else ()
@@ -229,39 +230,3 @@ def transpose_matrix(machine: Machine, statement: Instruction) -> Closure:
         np.copyto(target, moved, where=mask)
 
     return collective(machine, statement, None, body)
-
-
-@instruction("mapa")
-def map_address(machine: Machine, statement: Instruction) -> Closure:
-    """The address of a shared variable in another block of the cluster."""
-    from ptx.machine import GENERIC_SHARED
-    from ptx.memory import Shared
-
-    kind = f"s{statement.mods[-1][1:]}"
-    symbol, rank = machine.source(statement.args[1], kind), machine.source(statement.args[2], "u32")
-    write = machine.target(statement.args[0], kind)
-    base = 0 if "shared::cluster" in statement.mods else GENERIC_SHARED
-
-    def run(mask: Mask) -> None:
-        inside = (np.asarray(symbol).astype(np.int64) - base) & ((1 << Shared.RANK_SHIFT) - 1)
-        moved = inside + (np.asarray(rank).astype(np.int64) << Shared.RANK_SHIFT) + base
-        write(moved.astype(DTYPES[kind]), mask)
-
-    return run
-
-
-@instruction("getctarank")
-def rank_of_address(machine: Machine, statement: Instruction) -> Closure:
-    from ptx.memory import Shared
-
-    source, write = (
-        machine.source(statement.args[1], "s64" if statement.mods[-1] == "u64" else "s32"),
-        machine.target(statement.args[0], "u32"),
-    )
-
-    def run(mask: Mask) -> None:
-        write(
-            ((np.asarray(source).astype(np.int64) & 0xFFFFFFFF) >> Shared.RANK_SHIFT).astype(np.uint32), mask
-        )
-
-    return run

@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.alu import comparison, set_predicates
-from ptx.program import Instruction
+from ptx.syntax import Instruction
 from ptx.table import Closure, Mask, instruction
 from ptx.types import (
     DTYPES,
     exact_sum,
     fma_f32,
     round_bf16,
-    round_tf32,
-    truncate_bf16,
     widen_bf16,
 )
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
 
-_TINY = np.float32(2.0**-126)
+TINY = np.float32(2.0**-126)
 _HALF = ("f16", "bf16", "f16x2", "bf16x2")
 _ALL = ("f32", "f64", "f32x2", *_HALF)
 
@@ -34,7 +31,7 @@ def _type(statement: Instruction) -> str:
 
 def flush(values: Any) -> Any:
     """Subnormal fp32 numbers as zeros of their sign."""
-    return np.where(np.abs(values) < _TINY, np.copysign(np.float32(0), values), values)
+    return np.where(np.abs(values) < TINY, np.copysign(np.float32(0), values), values)
 
 
 def decode(bits: Any, kind: str) -> Any:
@@ -63,7 +60,7 @@ def encode(values: Any, kind: str) -> Any:
     return np.asarray(values).astype(np.float16).view(np.uint16)
 
 
-def _rectified(values: Any) -> Any:
+def rectified(values: Any) -> Any:
     """Negative numbers as zero; NaN stays."""
     return np.where(values <= 0, values.dtype.type(0), values)
 
@@ -164,7 +161,7 @@ def elementwise(
         if saturate:
             result = np.where(np.isnan(result), 0, np.clip(result, 0, 1))
         if relu:
-            result = _rectified(result)
+            result = rectified(result)
         write(encode(result, kind), mask)
 
     return run
@@ -280,166 +277,5 @@ def test_property(machine: Machine, statement: Instruction) -> Closure:
 
     def run(mask: Mask) -> None:
         write(test(source), mask)
-
-    return run
-
-
-def half_comparison(machine: Machine, statement: Instruction) -> Closure:
-    """setp on half types: one predicate, or one of each half."""
-    kind = _type(statement)
-    compare = comparison(statement.mods[0], True)
-    x, y = (machine.source(arg, kind) for arg in statement.args[1:3])
-    if not kind.endswith("x2"):
-        return set_predicates(
-            machine, statement, lambda a, b: compare(decode(a, kind), decode(b, kind)), [x, y]
-        )
-    first, second = statement.args[0].first, statement.args[0].second  # type: ignore[union-attr]
-    writes = machine.target(first, "pred"), machine.target(second, "pred")
-
-    def run(mask: Mask) -> None:
-        result = np.broadcast_to(compare(decode(x, kind), decode(y, kind)), (machine.threads, 2))
-        for place, write in enumerate(writes):
-            write(result[:, place], mask)
-
-    return run
-
-
-# Conversions
-
-_INTEGRAL: dict[str, Callable[..., Any]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-
-
-@instruction("cvt")
-def convert(machine: Machine, statement: Instruction) -> Closure:
-    target, source = statement.mods[-2:]
-    mods = set(statement.mods[:-2])
-    if target.endswith("x2"):
-        return _convert_pair(machine, statement, target, source, mods)
-    value, write = machine.source(statement.args[1], source), machine.target(statement.args[0], target)
-    function = _conversion(target, source, mods)
-
-    def run(mask: Mask) -> None:
-        write(function(value), mask)
-
-    return run
-
-
-@instruction("cvt.pack")
-def convert_pack(machine: Machine, statement: Instruction) -> Closure:
-    raise NotImplementedError(statement.opcode)
-
-
-def _is_float(kind: str) -> bool:
-    return "f" in kind
-
-
-def _conversion(target: str, source: str, mods: set[str]) -> Callable[[Any], Any]:
-    """A function from values of ``source`` (as a register view) to what ``target`` holds."""
-    if not _is_float(target) and not _is_float(source):
-        return _integer_to_integer(target, source, "sat" in mods)
-    if not _is_float(target):
-        return _float_to_integer(target, source, mods)
-    if not _is_float(source):
-        rounding = next((m for m in mods if m in ("rz", "rm", "rp")), "rn")
-
-        def from_integer(x: Any) -> Any:
-            x = np.asarray(x)
-            if target == "f32" and rounding != "rn":
-                return round_f32(x.astype(np.float64), rounding)
-            wide = x if target in ("f32", "f64") else x.astype(np.float64)
-            return encode(wide, target)
-
-        return from_integer
-    return _float_to_float(target, source, mods)
-
-
-def _integer_to_integer(target: str, source: str, saturate: bool) -> Callable[[Any], Any]:
-    dtype = DTYPES[target]
-
-    def plain(x: Any) -> Any:
-        if saturate:
-            limits = np.iinfo(dtype)
-            low = max(int(limits.min), int(np.iinfo(x.dtype).min))
-            high = min(int(limits.max), int(np.iinfo(x.dtype).max))
-            x = np.clip(x, x.dtype.type(low), x.dtype.type(high))
-        return x.astype(dtype)
-
-    return plain
-
-
-def _float_to_integer(target: str, source: str, mods: set[str]) -> Callable[[Any], Any]:
-    round_ = _INTEGRAL[next(m for m in mods if m in _INTEGRAL)]
-    limits = np.iinfo(DTYPES[target])
-
-    def run(x: Any) -> Any:
-        values = np.asarray(decode(x, source), np.float64)
-        if "ftz" in mods:
-            values = np.where(np.abs(values) < _TINY, 0, values)
-        whole = round_(np.where(np.isnan(values), 0, values))
-        inside = np.clip(whole, float(limits.min), float(limits.max))
-        # The upper limit of a wide type is no fp64 number: it would wrap.
-        result = np.where(inside >= float(limits.max), 0, inside).astype(DTYPES[target])
-        return np.where(inside >= float(limits.max), limits.max, result).astype(DTYPES[target])
-
-    return run
-
-
-def _float_to_float(target: str, source: str, mods: set[str]) -> Callable[[Any], Any]:
-    round_ = next((_INTEGRAL[m] for m in mods if m in _INTEGRAL), None)
-    toward_zero = "rz" in mods
-
-    def run(x: Any) -> Any:
-        values = np.asarray(decode(x, source))
-        if "ftz" in mods and values.dtype == np.float32:
-            values = flush(values)
-        if round_ is not None:
-            values = round_(values)
-        if "relu" in mods:
-            values = _rectified(values)
-        if "sat" in mods:
-            values = np.where(np.isnan(values), 0, np.clip(values, 0, 1)).astype(values.dtype)
-        if target == "tf32":
-            return round_tf32(values, "rna" in mods).view(np.uint32)
-        if "satfinite" in mods:
-            values = _finite(values, target)
-        if toward_zero:
-            return _toward_zero(values, target)
-        return encode(values, target)
-
-    return run
-
-
-def _finite(values: Any, target: str) -> Any:
-    largest = {"f16": 65504.0, "bf16": float(np.uint32(0x7F7F0000).view(np.float32))}[target]
-    return np.where(np.isnan(values), values, np.clip(values, -largest, largest)).astype(np.float32)
-
-
-def _toward_zero(values: Any, target: str) -> Any:
-    if target == "bf16":
-        return truncate_bf16(values)
-    if target == "f32":
-        return round_f32(values, "rz")
-    if target == "f16":
-        nearest = values.astype(np.float16)
-        over = np.abs(nearest.astype(np.float64)) > np.abs(values)
-        return (
-            np.where(over, np.nextafter(nearest, np.float16(0)), nearest).astype(np.float16).view(np.uint16)
-        )
-    raise NotImplementedError(f"rounding toward zero to {target}")
-
-
-def _convert_pair(
-    machine: Machine, statement: Instruction, target: str, source: str, mods: set[str]
-) -> Closure:
-    """Two fp32 values into one packed register, the first into the upper half."""
-    if source != "f32" or target not in ("f16x2", "bf16x2"):
-        raise NotImplementedError(statement.opcode)
-    high, low = (machine.source(arg, source) for arg in statement.args[1:3])
-    write = machine.target(statement.args[0], target)
-    function = _conversion(target[:-2], source, mods)
-
-    def run(mask: Mask) -> None:
-        upper = function(np.asarray(high)).view(np.uint16).astype(np.uint32)
-        write(upper << np.uint32(16) | function(np.asarray(low)).view(np.uint16), mask)
 
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ptx.mma import MultiplyRun
-from ptx.program import Instruction, Register, Vector
+from ptx.syntax import Instruction, Register, Vector
 from ptx.warp import collective
 
 if TYPE_CHECKING:

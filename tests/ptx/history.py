@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx.memory import Race
-from ptx.program import Instruction, Vector
+from ptx.syntax import Instruction, Vector
 from ptx.table import Mask
 from ptx.types import bytes_of
 

@@ -7,14 +7,16 @@ import re
 import numpy as np
 
 from dmuon.kernels.gpu.binary import Binary, Launch, TensorMap, pack
-from ptx import alu, bulk, control, copies, data, floats, mbarriers, mma, warp, wgmma
-from ptx.machine import Machine, Shape
+from ptx import alu, bulk, control, conversions, copies, data, floats, mbarriers, mma, moves, warp, wgmma
+from ptx.layout import Shape
+from ptx.machine import Machine
 from ptx.memory import Memory
-from ptx.program import Program, parse
+from ptx.program import parse
 from ptx.report import Report
 from ptx.scheduler import Scheduler
+from ptx.syntax import Program
 
-_HANDLERS = (alu, bulk, control, copies, data, floats, mbarriers, mma, warp, wgmma)
+_HANDLERS = (alu, bulk, control, conversions, copies, data, floats, mbarriers, mma, moves, warp, wgmma)
 """Imported for the instructions that they register."""
 
 _WIDTH = 1024

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx.copies import Copies
 from ptx.history import union
-from ptx.memory import Shared
-from ptx.program import Instruction, Pair, Sink
-from ptx.table import AGAIN, MOVED, Closure, Mask, instruction
+from ptx.syntax import Instruction, Pair, Sink
+from ptx.table import AGAIN, ASLEEP, MOVED, RUNNING, Closure, Mask, instruction
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
-
-_RUNNING, _ASLEEP = 0, 3
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Barriers:
             reached[barrier.actor] = barrier.phase
             barrier.published = union(barrier.published, reached)
         machine = self.machine
-        machine.state[machine.state == _ASLEEP] = _RUNNING
+        machine.state[machine.state == ASLEEP] = RUNNING
         self.given_up.clear()
         return True
 
@@ -95,7 +93,7 @@ class Barriers:
         for key in keys:
             self.given_up[key] = self.given_up.get(key, 0) + 1
         self.expired[lanes] = True
-        self.machine.state[lanes] = _RUNNING
+        self.machine.state[lanes] = RUNNING
         return True
 
     def advance(self, rng: Any) -> bool:
@@ -199,8 +197,6 @@ def arrive(machine: Machine, statement: Instruction) -> Closure:
 @instruction("cp.async.mbarrier.arrive")
 def arrive_after_copies(machine: Machine, statement: Instruction) -> Closure:
     """Arrives when the thread's copies so far have ended: here, ends them."""
-    from ptx.copies import Copies
-
     barriers: Barriers = machine.unit(Barriers)
     copies: Copies = machine.unit(Copies)
     address, increments = machine.address(statement.args[0]), "noinc" not in statement.mods
@@ -260,7 +256,7 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
         write(spread, going)
         machine.pc[going] = statement.index + 1
         machine.pc[sleeping] = statement.index
-        machine.state[sleeping] = _ASLEEP
+        machine.state[sleeping] = ASLEEP
         return MOVED
 
     return run
@@ -269,6 +265,3 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
 @instruction("mbarrier.pending_count")
 def pending_count(machine: Machine, statement: Instruction) -> Closure:
     raise NotImplementedError(statement.opcode)
-
-
-__all__ = ["Barriers", "MBarrier", "Shared"]

@@ -235,7 +235,8 @@ class Memory:
             if not region.allows((addresses - region.base) // size, size):
                 self._refuse(addresses, size, what)
             return [(slice(None), region)]
-        parts, found = [], 0
+        parts: list[tuple[Array | slice, Region]] = []
+        found = 0
         for region in self.regions:
             inside = (addresses >= region.base) & (addresses + size <= region.base + region.data.size)
             (part,) = inside.nonzero()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.program import Instruction, Vector
+from ptx.syntax import Instruction, Register, Vector
 from ptx.table import Closure, Mask, instruction
 from ptx.warp import collective
 
@@ -89,10 +89,12 @@ def store_accumulators(values: Any, kind: str) -> Any:
 def registers_of(machine: Machine, operand: Any) -> list[int]:
     """Rows of the 32-bit register file that a vector operand names."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
+    rows = []
     for item in items:
-        if getattr(item, "type", None) != "b32":
+        if not isinstance(item, Register) or item.type != "b32":
             raise NotImplementedError(f"matrix operand {item}")
-    return [item.row for item in items]
+        rows.append(item.row)
+    return rows
 
 
 class MultiplyRun:

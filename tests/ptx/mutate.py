@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from dmuon.kernels.gpu.binary import Binary
-from ptx.program import Instruction, parse
+from ptx.program import parse
+from ptx.syntax import Instruction
 
 
 @dataclass(frozen=True)

@@ -1,149 +1,28 @@
-"""The text of a PTX module as a program: declared variables, registers, labels and decoded statements."""
+"""Reads the text of a PTX module."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ptx.syntax import (
+    Address,
+    Immediate,
+    Instruction,
+    Not,
+    Operand,
+    Pair,
+    Program,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    Variable,
+    Vector,
+    integer,
+)
 from ptx.types import bytes_of
-
-
-@dataclass(frozen=True)
-class Register:
-    """A register after scoping: a class of registers of one width, and a row of its file."""
-
-    name: str
-    type: str
-    row: int
-
-
-@dataclass(frozen=True)
-class Special:
-    """A read-only register such as ``%tid.x``."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A variable, parameter or label, by name, plus a byte offset."""
-
-    name: str
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Immediate:
-    """A literal as written."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Vector:
-    """``{a, b, ...}``."""
-
-    items: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """``a|b``, two destinations."""
-
-    first: Operand
-    second: Operand
-
-
-@dataclass(frozen=True)
-class Not:
-    """``!p``."""
-
-    predicate: Operand
-
-
-@dataclass(frozen=True)
-class Address:
-    """``[base + offset]``, or ``[base, {coordinates}]`` for tensors."""
-
-    base: Operand
-    offset: int = 0
-    coordinates: tuple[Operand, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sink:
-    """``_``, a destination that is thrown away."""
-
-
-Operand = Register | Special | Symbol | Immediate | Vector | Pair | Not | Address | Sink
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One statement.
-
-    Args:
-        index: its place in the program.
-        line: of the PTX text, from 1.
-        text: as written, on one line.
-        op: the first part of the opcode, such as ``"cp"``.
-        mods: the other parts, such as ``("async", "cg", "shared", "global")``.
-        args: the operands.
-        guard: the predicate in front, if any.
-        negated: whether it is ``@!``.
-        span: where it starts and ends in the PTX text.
-    """
-
-    index: int
-    line: int
-    text: str
-    op: str
-    mods: tuple[str, ...]
-    args: tuple[Operand, ...]
-    guard: Register | None
-    negated: bool
-    span: tuple[int, int]
-
-    @property
-    def opcode(self) -> str:
-        return ".".join((self.op, *self.mods))
-
-    @property
-    def where(self) -> str:
-        return f"line {self.line}: {self.text}"
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A module or function variable: state space, bytes (0 if ``extern`` leaves it open), alignment, contents."""
-
-    name: str
-    space: str
-    size: int
-    align: int
-    data: bytes = b""
-    extern: bool = False
-
-
-@dataclass
-class Program:
-    """A parsed kernel."""
-
-    entry: str
-    params: dict[str, int] = field(default_factory=dict)
-    variables: dict[str, Variable] = field(default_factory=dict)
-    registers: dict[str, int] = field(default_factory=dict)
-    labels: dict[str, int] = field(default_factory=dict)
-    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    code: list[Instruction] = field(default_factory=list)
-    target: str = ""
-
-    @property
-    def opcodes(self) -> set[str]:
-        return {instruction.opcode for instruction in self.code}
-
 
 _SIZES = {"pred": "pred", 1: "b8", 2: "b16", 4: "b32", 8: "b64", 16: "b128"}
 _DECLARED = re.compile(
@@ -217,14 +96,6 @@ def _data(init: str | None, unit: int) -> bytes:
         return b""
     values = [v for v in re.split(r"[\s{},]+", init) if v]
     return b"".join((integer(v) & ((1 << 8 * unit) - 1)).to_bytes(unit, "little") for v in values)
-
-
-def integer(text: str) -> int:
-    """The value of an integer literal."""
-    text = text.rstrip("U")
-    if re.fullmatch(r"-?0[0-7]+", text):
-        return int(text, 8)
-    return int(text, 0)
 
 
 class _Scope(dict[str, str]):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.table import AGAIN, MOVED, Mask
+from ptx.table import AGAIN, ASLEEP, AT_BARRIER, AT_CLUSTER_BARRIER, DONE, MOVED, RUNNING, Mask
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -46,9 +46,9 @@ class Scheduler:
         machine = self.machine
         spun: Mask | None = None
         while True:
-            live = machine.state == 0
+            live = machine.state == RUNNING
             if not np.count_nonzero(live):
-                if (machine.state == 1).all():
+                if (machine.state == DONE).all():
                     break
                 self._idle()
                 continue
@@ -137,7 +137,7 @@ class Scheduler:
         if any(unit.advance(machine.rng) for unit in machine.units.values()):
             self.timeouts = 0
             return
-        asleep = machine.state == 3
+        asleep = machine.state == ASLEEP
         barriers = machine.units.get("Barriers")
         # A try_wait may give up after a while: a kernel may count on that once, when it only looks ahead.
         if asleep.any() and barriers is not None and barriers.time_out(asleep):
@@ -161,10 +161,10 @@ class Scheduler:
             part = slice(32 * warp, 32 * warp + 32)
             seen = sorted(set(zip(machine.pc[part].tolist(), machine.state[part].tolist(), strict=True)))
             for pc, state in seen:
-                if state == 1:
+                if state == DONE:
                     continue
                 # Threads at a barrier have their counter behind it.
-                statement = machine.program.code[pc - 1 if state in (2, 5) else pc]
+                statement = machine.program.code[pc - 1 if state in (AT_BARRIER, AT_CLUSTER_BARRIER) else pc]
                 lanes = int(((machine.pc[part] == pc) & (machine.state[part] == state)).sum())
                 text = f"{kinds[state]} at {statement.where}" + ("" if lanes == 32 else f" ({lanes} threads)")
                 lines[text] += 1

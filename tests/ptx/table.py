@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
-    from ptx.program import Instruction
+    from ptx.syntax import Instruction
+
+# What a thread is doing.
+RUNNING, DONE, AT_BARRIER, ASLEEP, HELD, AT_CLUSTER_BARRIER = range(6)
 
 Mask = Any
 """``True``, or one bool for each thread."""

@@ -9,9 +9,9 @@ import torch
 
 from dmuon.kernels.gpu.binary import Binary, Launch, TensorMap, pointer
 from ptx import Deadlock, Memory, Race, run
-from ptx.bulk import check_tensor_map
 from ptx.mutate import SYNCHRONISATION, mutants, survivors
 from ptx.snippets import call, kernel
+from ptx.tensors import check_tensor_map
 
 SEEDS = (None, 0, 1, 2)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.program import Instruction, Operand, Pair
+from ptx.syntax import Instruction, Operand, Pair
 from ptx.table import MOVED, Closure, Mask, instruction
 from ptx.types import DTYPES
 
@@ -41,7 +41,7 @@ def collective(
             body(True)
             return following
         wanted = None if lane_bits is None else (lane_bits >> lane & np.uint32(1)) == 1
-        if wanted is not None and np.ndim(lane_bits):
+        if lane_bits is not None and np.ndim(lane_bits):
             # The lanes' own operand; those that are not here yet may not have it.
             first = np.where(mask, lane_bits, 0).reshape(-1, 32).max(1)
             wanted = (np.repeat(first, 32) >> lane & np.uint32(1)) == 1

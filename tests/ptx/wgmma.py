@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.bulk import swizzled
-from ptx.memory import Shared
-from ptx.mma import decode_pairs, registers_of
-from ptx.program import Immediate, Instruction, Register, Vector, integer
+from ptx.mma import Fragments, decode_pairs, registers_of
+from ptx.syntax import Immediate, Instruction, Register, Vector, integer
 from ptx.table import Closure, Mask, instruction
+from ptx.tensors import swizzled
 from ptx.warp import collective
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class _Multiply:
     accumulators: tuple[int, ...]
 
 
-class Tensor:
+class TensorCores:
     """The tensor cores: what each warpgroup has in flight, oldest group first."""
 
     def __init__(self, machine: Machine) -> None:
@@ -149,7 +148,7 @@ def _reader(machine: Machine, warpgroup: int, operand: _Operand, descriptor: int
     block = int(machine.block[warpgroup * _GROUP])
     offsets = operand.chunks(descriptor)
     places = machine.shared.places(offsets.ravel(), 16, "wgmma").reshape(offsets.shape)
-    tensor: Tensor = machine.unit(Tensor)
+    tensor: TensorCores = machine.unit(TensorCores)
     tensor.note(warpgroup, block, offsets)
 
     def read() -> Any:
@@ -168,7 +167,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
     if found is None or d_kind != "f32" or a_kind != b_kind or item is None:
         raise NotImplementedError(statement.opcode)
     n, k = int(found.group(1)), int(found.group(2))
-    tensor: Tensor = machine.unit(Tensor)
+    tensor: TensorCores = machine.unit(TensorCores)
     file = machine.files["b32"]
     accumulators = tuple(registers_of(machine, statement.args[0]))
     assert len(accumulators) == n // 2, statement.text
@@ -180,7 +179,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
     a_registers = registers_of(machine, a_arg) if from_registers else []
     a_transposed = bool(transposed[0]) if transposed and not from_registers else False
     b_transposed = bool(transposed[-1]) if transposed else False
-    a_descriptor = None if from_registers else machine.source(a_arg, "u64")
+    a_descriptor: Any = None if from_registers else machine.source(a_arg, "u64")
     b_descriptor = machine.source(b_arg, "u64")
     scale_d = machine.predicate(scale_arg) if isinstance(scale_arg, (Register, Immediate)) else None
     if scale_d is None:
@@ -190,8 +189,6 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
 
     def registers_reader(part: slice) -> Any:
         """A from registers, as mma.sync lays it out: 16 rows for each warp."""
-        from ptx.mma import Fragments
-
         fragments = Fragments(f"m16n8k{k}", a_kind)
 
         def read() -> Any:
@@ -234,7 +231,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
 
 @instruction("wgmma.commit_group")
 def commit(machine: Machine, statement: Instruction) -> Closure:
-    tensor: Tensor = machine.unit(Tensor)
+    tensor: TensorCores = machine.unit(TensorCores)
 
     def body(mask: Mask) -> None:
         here = (
@@ -249,7 +246,7 @@ def commit(machine: Machine, statement: Instruction) -> Closure:
 
 @instruction("wgmma.wait_group")
 def wait(machine: Machine, statement: Instruction) -> Closure:
-    tensor: Tensor = machine.unit(Tensor)
+    tensor: TensorCores = machine.unit(TensorCores)
     if isinstance(statement.args[-1], Immediate):
         left = integer(statement.args[-1].text)
     else:
@@ -266,6 +263,3 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
             tensor.waited(warpgroup)
 
     return collective(machine, statement, None, body, _GROUP)
-
-
-__all__ = ["Shared", "Tensor"]
