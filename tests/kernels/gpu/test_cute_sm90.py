@@ -81,7 +81,7 @@ class Case:
         self.A.copy_(values if op == "gram" else symmetric(values))
         # A and -A commute, and unlike A and A they show which of them was read.
         self.B = None if op == "gram" else matrices(batch, m, m, dtype, not by_columns).copy_(-self.A)
-        self.out = matrices(batch, m, m, out_dtype)
+        self.out = matrices(batch, m, m, out_dtype, by_columns and op != "gram")
         self.C = {"none": None, "other": matrices(batch, m, m, out_dtype, True), "out": self.out}[c]
         self.scalars = (alpha, -2.0, 3.0)
         expected = alpha * (self.A.double() @ (self.A.mT if self.B is None else self.B).double())
@@ -145,6 +145,15 @@ def test_products_of_two_operands_in_both_orientations():
 @pytest.mark.parametrize("configuration", [PING_PONG, COOPERATIVE], ids=["ping-pong", "cooperative"])
 def test_columns_are_read_as_they_lie(configuration):
     Case(configuration, 136, 72, "gram", "fp16", by_columns=True).check(1)
+
+
+def test_what_is_not_added_is_not_read():
+    case = Case(PING_PONG, 72, 72)
+    case.c.fill_(float("nan"))
+    case.call = replace(case.call, beta=0.0)
+    case.expected = (0.5 * case.A.double() @ case.A.double().mT + 3.0 * torch.eye(72).double()).bfloat16()
+    report = case.run(1)
+    assert case.exact() and report.loaded[1] == 0
 
 
 def test_results_in_fp32():
