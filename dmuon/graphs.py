@@ -69,7 +69,7 @@ class Replays:
         # The first run may tune, compile and allocate, which a recording cannot.
         work(batch)
         if key in known.seen and len(known.graphs) < MAX_GRAPHS:
-            with torch.cuda.device_of(batch):
+            with torch.cuda.device_of(batch):  # type: ignore[no-untyped-call]
                 known.graphs[key] = self._record(lambda: work(batch))
         known.seen.add(key)
 
