@@ -56,7 +56,7 @@ class Epilogue:
 
     @cute.jit
     def add_c(self, sums, places, base, matrix, line_stride, i, j, rows, beta):
-        """sums += beta * C, which passes through the place of the staged tile."""
+        """sums += beta * C, which passes through the place of the staged tile: a thread reads where it will write."""
         for n in cutlass.range(self.vectors_each, unroll=4):
             row, column = self.row_vector(n)
             size = self.size * cutlass.max(cutlass.min(rows - j - column, self.vector), 0)
@@ -74,7 +74,6 @@ class Epilogue:
             cute.autovec_copy(self.staged(base, row, column, 2), pair)
             for e in range_constexpr(2):
                 sums[2 * n + e] += beta * pair[e].to(Float32)
-        cute.arch.sync_threads()
 
     @cute.jit
     def add_diagonal(self, sums, places, diag):
@@ -96,7 +95,7 @@ class Epilogue:
 
     @cute.jit
     def store_rows(self, base, out, line_stride, i, j, rows):
-        """Store a staged tile."""
+        """Store a staged tile below the diagonal, where all of its columns lie inside the matrix."""
         values = self.registers()
         for n in cutlass.range(self.vectors_each // self.together, unroll=1):
             for g in range_constexpr(self.together):
@@ -104,7 +103,9 @@ class Epilogue:
                 cute.autovec_copy(self.staged(base, row, column, self.vector), values[None, g])
             for g in range_constexpr(self.together):
                 row, column = self.row_vector(n * self.together + g)
-                self.store(values[None, g], out, line_stride, i + row, j + column, rows)
+                to = self.global_vector(out, line_stride, i + row, j + column)
+                if i + row < rows:
+                    cute.autovec_copy(values[None, g], to)
 
     @cute.jit
     def store_columns(self, base, out, line_stride, i, j, rows):
@@ -165,9 +166,7 @@ class Epilogue:
     @cute.jit
     def store(self, values, out, line_stride, row, column, rows):
         """Store what lies inside a matrix of ``rows`` rows and columns of a vector of its row ``row``."""
-        address = self.address(out, line_stride, row, column)
-        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-        to = cute.make_tensor(pointer, cute.make_layout(self.vector))
+        to = self.global_vector(out, line_stride, row, column)
         if row < rows:
             if column + self.vector <= rows:
                 cute.autovec_copy(values, to)
@@ -175,3 +174,9 @@ class Epilogue:
                 for e in range_constexpr(self.vector):
                     if column + e < rows:
                         to[e] = values[e]
+
+    def global_vector(self, matrix, line_stride, row, column):
+        """The vector at element (row, column) of a matrix in global memory."""
+        address = self.address(matrix, line_stride, row, column)
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(self.vector))

@@ -133,6 +133,11 @@ def test_ragged_edges(m, n, batch, c):
     Case(SMALL, m, n, batch=batch, c=c).check(None, 1)
 
 
+def test_every_number_of_elements_beyond_the_last_whole_vector():
+    for m in range(33, 41):
+        Case(SMALL, m, m - 32, c="none").check(None)
+
+
 @pytest.mark.parametrize(("m", "n"), [(1, 3), (40, 33), (77, 130)])
 def test_columns_are_read_as_they_lie(m, n):
     Case(SMALL, m, n, dtype="fp16", out_dtype="fp16", by_columns=True, batch=2).check(1)
@@ -147,10 +152,9 @@ def test_results_in_fp32():
     Case(SMALL, 75, 40, out_dtype="fp32", batch=2).check(3)
 
 
-@pytest.mark.parametrize("by_columns", [False, True])
-def test_larger_tiles(by_columns):
-    Case(MIDDLE, 100, 72, by_columns=by_columns, c="out").check(4)
-    Case(LARGE, 136, 40, by_columns=by_columns).check(5)
+@pytest.mark.parametrize(("choice", "by_columns"), [(MIDDLE, False), (LARGE, True)], ids=["64", "128"])
+def test_larger_tiles(choice, by_columns):
+    Case(choice, choice["tile"] + 5, 72, by_columns=by_columns, c="out").check(4)
 
 
 def test_bands_of_tile_rows():
@@ -194,11 +198,11 @@ def test_matrices_of_a_batch_may_lie_anywhere():
         assert torch.equal(out, torch.stack([first @ first.mT, second @ second.mT]))
 
 
-@pytest.mark.parametrize("arch", list(ARCHS))
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_one_source_serves_every_arch(arch):
     case = Case(SMALL, 40, 40, c="out", arch=arch)
     assert f".target {arch}" in case.binary.ptx
-    if arch in ("sm_89", "sm_90a"):
+    if arch == "sm_90a":
         case.check(1)
 
 
@@ -280,7 +284,7 @@ def plans(arch: str) -> Iterator[Plan]:
 def spills(plan: Plan, arch: str) -> int:
     tool("cuobjdump")
     spec = KernelSpec("cute", "cute_kernels.symmetric_sm80_kernel", arch, vars(plan))
-    return resources_of(build_here(spec)).local_bytes
+    return resources_of(compiled(spec)).local_bytes
 
 
 def test_no_spills():
@@ -304,18 +308,17 @@ def test_every_configuration_on_offer(choice):
     Case(choice, m, m, "symmetric_product", dtype="fp16", out_dtype="fp16", batch=2).check(4)
 
 
-# Mutants that compute the same, or differ in what no memory model shows; each is explained.
-EQUIVALENT: tuple[str, ...] = ()
-
-
 def check_all(binary: Binary) -> None:
-    for case in (Case(SMALL, 75, 140, c="out"), Case(SMALL, 32, 32, c="none")):
+    for case in (Case(SMALL, 75, 140, c="out"), Case(SMALL, 40, 5, c="none")):
         for seed in (None, 1, 2):
-            case.run(seed, replace(case.binary, ptx=binary.ptx))
+            case.run(seed, binary)
             assert case.exact()
 
 
-@pytest.mark.parametrize("kind", ["barrier", "copy wait", "copy commit"])
-def test_every_dropped_synchronisation_is_noticed(kind):
-    lived = survivors(Case(SMALL, 75, 140).binary, check_all, kind)
-    assert [str(mutant) for mutant in lived] == []
+@pytest.mark.parametrize(
+    "kind",
+    ["barrier", "copy wait", "copy commit"]
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("zero fill", "ldmatrix address")],
+)
+def test_every_dropped_wait_barrier_and_bound_is_noticed(kind):
+    assert [str(mutant) for mutant in survivors(Case(SMALL, 75, 140).binary, check_all, kind)] == []
