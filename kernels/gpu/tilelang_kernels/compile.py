@@ -53,18 +53,57 @@ template <class E> __device__ __forceinline__ void copy_out(const E *shared, E *
     for (int k = 0; k < elements; ++k) global[k] = shared[k];
   }
 }
+// The maximum of `value` and |x|, or the sum of it and (scale x)^2, over what exists of 16 bytes of elements x.
+template <bool sum, class E>
+__device__ __forceinline__ float fold(float value, const E *global, int elements, float scale) {
+  constexpr int lanes = 16 / sizeof(E);
+  uint4 data = make_uint4(0, 0, 0, 0);
+  if (elements >= lanes) {
+    data = *reinterpret_cast<const uint4 *>(global);
+  } else {
+    for (int k = 0; k < elements; ++k) reinterpret_cast<E *>(&data)[k] = global[k];
+  }
+  #pragma unroll
+  for (int k = 0; k < lanes; ++k) {
+    float x = float(reinterpret_cast<E *>(&data)[k]);
+    value = sum ? value + (x * scale) * (x * scale) : fmaxf(value, fabsf(x));
+  }
+  return value;
+}
+// Of all threads' values, the same in each of them; `scratch` has a float for each warp.
+template <bool sum> __device__ __forceinline__ float block_fold(float value, float *scratch) {
+  for (int lane = 16; lane; lane /= 2) {
+    float other = __shfl_xor_sync(0xffffffffu, value, lane);
+    value = sum ? value + other : fmaxf(value, other);
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = 0;
+  for (int warp = 0; warp < blockDim.x / 32; ++warp) {
+    value = sum ? value + scratch[warp] : fmaxf(value, scratch[warp]);
+  }
+  return value;
+}
 }
 """
 
 
-def lower(function: Any, arch: str) -> Any:
+def lower(function: Any, arch: str, wgmma: bool = True) -> Any:
     """TileLang's artifact for ``arch``: CUDA source, host and device modules.
 
     Functions guard accesses and place barriers themselves: TileLang's guards would also skip the writing of zeros,
     and it misses barriers in branches.
+
+    Args:
+        wgmma: multiply by wgmma where ``arch`` has it, rather than by mma.sync.
     """
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
-    config = {"tl.disable_safe_memory_legalize": True, "tl.disable_thread_storage_sync": True}
+    config = {
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_thread_storage_sync": True,
+        "tl.disable_wgmma": not wgmma,
+    }
     with target, tvm.transform.PassContext(opt_level=3, config=config):
         return tilelang.lower(function, target=target)
 
@@ -102,10 +141,10 @@ def tensor_maps(artifact: Any) -> dict[str, dict[str, Any]]:
     return maps
 
 
-def compile_tilelang(spec: KernelSpec, function: Any) -> Binary:
+def compile_tilelang(spec: KernelSpec, function: Any, wgmma: bool = True) -> Binary:
     """Compile for ``spec.arch``. The names of the kernel's parameters, in order, are ``extra["params"]``, since
     TileLang orders them, and drops those it does not use; its tensor maps are ``extra["maps"]``."""
-    artifact = lower(function, spec.arch)
+    artifact = lower(function, spec.arch, wgmma)
     source = artifact.kernel_source
     ptx, cubin = compile_cuda(_HELPERS + source, spec.arch, (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR))
     return Binary(

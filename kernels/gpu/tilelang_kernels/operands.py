@@ -9,6 +9,9 @@ from typing import Any
 from dmuon.kernels.gpu.binary import Binary, Launch, TensorMap, Unsupported, pointer
 from dmuon.kernels.gpu.calls import Matrices
 
+HALF = ("fp16", "bf16")
+"""Precisions of operands."""
+
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 """Of the dtypes that kernels read and write."""
 

@@ -17,6 +17,7 @@ from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, f32, i32, i64
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
 from dmuon.kernels.gpu.tilelang_kernels.operands import (
+    HALF,
     ITEM_BYTES,
     LINE_BYTES,
     batch_bytes,
@@ -26,7 +27,6 @@ from dmuon.kernels.gpu.tilelang_kernels.operands import (
 )
 
 OPS = ("gram", "symmetric_product")
-HALF = ("fp16", "bf16")
 BAND = 8
 """Tile rows that are walked together: about the root of the number of multiprocessors."""
 
@@ -47,7 +47,8 @@ class SymmetricFamily:
     """The kernel in all its configurations; see :class:`~dmuon.kernels.gpu.family.ProductFamily`."""
 
     sources = tuple(
-        f"gpu/tilelang_kernels/{name}.py" for name in ("symmetric", "symmetric_kernel", "operands", "compile")
+        f"gpu/tilelang_kernels/{name}.py"
+        for name in ("symmetric", "symmetric_kernel", "copies", "operands", "compile")
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:

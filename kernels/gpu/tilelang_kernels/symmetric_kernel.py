@@ -13,6 +13,7 @@ from tilelang.layout import make_swizzled_layout
 
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.tilelang_kernels.compile import DTYPES, compile_tilelang
+from dmuon.kernels.gpu.tilelang_kernels.copies import copies
 from dmuon.kernels.gpu.tilelang_kernels.operands import ITEM_BYTES, LINE_BYTES
 from dmuon.kernels.gpu.tilelang_kernels.symmetric import BAND
 
@@ -77,28 +78,16 @@ def symmetric(
 ) -> Any:
     """The kernel as a TileLang function.
 
-    With ``tma``, copies go through tensor maps and TileLang pipelines them, with warps of their own; without, they
-    are cp.async in a pipeline written out here.
+    With ``tma``, a warp of its own copies operands and C through tensor maps, and mbarriers pass them to wgmma;
+    without, every thread copies by cp.async and multiplies by mma.sync. Both pipelines are written out: TileLang's own
+    cannot have a depth that varies (cp.async), and may hang when a producer warp lags (TMA).
     """
     element, result = DTYPES[dtype], DTYPES[out_dtype]
     lanes = LINE_BYTES // ITEM_BYTES[out_dtype]
     operand = (block_k, tile) if by_columns else (tile, block_k)
     warps = getattr(T.GemmWarpPolicy, policy)
 
-    @T.macro
-    def copy_in(X, matrix, row, column, part, slot, height: int, width: int, wide: int):
-        """Start copies of X's block at (row, column) to ``part[slot]``, with zeros beyond X."""
-        thread = T.get_thread_binding()
-        for k in T.unroll(height * width // (wide * threads)):
-            y = (k * threads + thread) * wide // width
-            x = (k * threads + thread) * wide % width
-            T.call_extern(
-                "handle",
-                "dmuon::copy_in",
-                T.address_of(part[y, x] if slot is None else part[slot, y, x]),
-                T.address_of(X[matrix, row + y, column + x]),
-                T.if_then_else(row + y < X.shape[1], X.shape[2] - (column + x), 0),
-            )
+    copy_in, copy_out = copies(threads)
 
     @T.macro
     def operand_in(X, matrix, line, step, parts, slot):
@@ -201,17 +190,7 @@ def symmetric(
             T.copy(staged, out[matrix, row, column])
         else:
             meet()
-            thread = T.get_thread_binding()
-            for k in T.unroll(tile * tile // (lanes * threads)):
-                y = (k * threads + thread) * lanes // tile
-                x = (k * threads + thread) * lanes % tile
-                T.call_extern(
-                    "handle",
-                    "dmuon::copy_out",
-                    T.address_of(staged[y, x]),
-                    T.address_of(out[matrix, row + y, column + x]),
-                    T.if_then_else(row + y < out.shape[1], out.shape[2] - (column + x), 0),
-                )
+            copy_out(staged, out, matrix, row, column, tile, tile, lanes)
 
     @T.macro
     def finish(C, out, matrix, i, j, alpha, beta, diag, total, staged, staged_full):

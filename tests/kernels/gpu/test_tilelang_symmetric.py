@@ -11,8 +11,7 @@ import torch
 from ptx import Memory, run
 from ptx.mutate import survivors
 from ptx.report import Report
-from torch import Tensor
-from triton_products import CANARY, DTYPES, beyond, call_of, compiled, fill, matrices, resources
+from triton_products import CANARY, beyond, call_of, compiled, fill, matrices, resources
 
 from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary, TensorMap, Unsupported
@@ -165,7 +164,7 @@ def test_refusals() -> None:
         SYMMETRIC.check("gram", MIDDLE | {"tile": 128, "threads": 64})
     with pytest.raises(ValueError, match="op must be one of"):
         SYMMETRIC.check("apply", MIDDLE)
-    with pytest.raises(ValueError, match="stages must be one of .* got 1"):
+    with pytest.raises(ValueError, match=r"stages must be one of .* got 1"):
         SYMMETRIC.check("gram", MIDDLE | {"stages": 1})
 
 
