@@ -41,6 +41,7 @@ class _Store:
     block: int
     size: int
     taken: Any = None
+    waited: bool = False
 
 
 class Engine:
@@ -122,6 +123,7 @@ class Engine:
         for group in groups[: max(over, 0)]:
             for store in group:
                 self._take(store)
+                store.waited = True
                 if not reading:
                     store.write(store.taken)
         if not reading and over > 0:
@@ -144,8 +146,11 @@ class Engine:
         for thread, groups in self.groups.items():
             for group in groups:
                 for store in group:
-                    # The block may exit while its stores are written, not while they are still read.
-                    self._take(store)
+                    if not store.waited:
+                        raise RuntimeError(
+                            "the block exits while bulk stores may still read its shared memory"
+                        )
+                    # Being written they may outlive it.
                     store.write(store.taken)
             self.groups[thread] = [[]]
 

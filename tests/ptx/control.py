@@ -84,7 +84,6 @@ def trap(machine: Machine, statement: Instruction) -> Closure:
     "prefetchu",
     "griddepcontrol",
     "nanosleep",
-    "wgmma.fence",
     "cp.async.bulk.prefetch",
     "applypriority",
     "discard",
@@ -97,6 +96,8 @@ def nothing(machine: Machine, statement: Instruction) -> Closure:
 
 @instruction("fence.proxy.async")
 def fence_proxy(machine: Machine, statement: Instruction) -> Closure:
+    if "global" in statement.mods:
+        return lambda mask: None
     return lambda mask: machine.history.fence(mask)
 
 
@@ -207,13 +208,15 @@ class _Reduction:
 
 @instruction("barrier.cluster.arrive")
 def cluster_arrive(machine: Machine, statement: Instruction) -> Closure:
+    relaxed = "relaxed" in statement.mods
+
     def run(mask: Mask) -> int | None:
         if np.any(machine.cluster_arrived[mask]):
             raise RuntimeError("a thread arrived at the cluster barrier twice without waiting")
         machine.cluster_arrived[mask] = True
         lanes = np.arange(machine.threads)[lanes_of(mask)]
         width = machine.block_width * machine.shape.cluster_blocks
-        for cluster in np.unique(lanes // width).tolist():
+        for cluster in np.unique(lanes // width).tolist() if not relaxed else ():
             known = machine.history.publish(np.unique(machine.warp[lanes[lanes // width == cluster]]))
             machine.cluster_known[cluster] = union(machine.cluster_known.get(cluster), known)
         return AGAIN if _release_clusters(machine) else None

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from dmuon.kernels.gpu.arch import ARCHS, Arch
 from dmuon.kernels.gpu.binary import Binary, Launch, TensorMap, pack
 from ptx import alu, bulk, control, conversions, copies, data, floats, mbarriers, mma, moves, warp, wgmma
 from ptx.layout import Shape
@@ -58,6 +59,7 @@ def run(
         ptx.Deadlock: threads wait for what nobody does.
         NotImplementedError: a statement that is not understood was reached.
         RuntimeError: a rule of PTX was broken.
+        ValueError: arguments do not fit the kernel, or the launch exceeds what the arch has.
     """
     program = parse(binary.ptx)
     maps = {
@@ -84,33 +86,53 @@ def run(
     memory.watch(races)
     shape = _shape(binary, program, len(clusters), resident, rng is not None)
     regions = len(memory.regions)
-    with np.errstate(all="ignore"):
-        machine = Machine(
-            program,
-            shape,
-            launch.grid,
-            binary.shared_bytes,
-            memory,
-            params,
-            offsets,
-            maps,
-            rng,
-            late,
-            races,
-            report,
-        )
-        for first in range(0, len(clusters), shape.resident):
-            part = clusters[first : first + shape.resident]
-            machine.start(part)
-            Scheduler(machine, max_steps).run()
-            report.blocks += len(part) * shape.cluster_blocks
+    try:
+        with np.errstate(all="ignore"):
+            machine = Machine(
+                program,
+                shape,
+                launch.grid,
+                binary.shared_bytes,
+                memory,
+                params,
+                offsets,
+                maps,
+                rng,
+                late,
+                races,
+                report,
+            )
+            _check_limits(binary, launch, machine)
+            for first in range(0, len(clusters), shape.resident):
+                part = clusters[first : first + shape.resident]
+                machine.start(part)
+                Scheduler(machine, max_steps).run()
+                report.blocks += len(part) * shape.cluster_blocks
+    finally:
+        # A module's own variables die with the launch.
+        del memory.regions[regions:]
     for statement, count in zip(program.code, machine.counts, strict=True):
         if count:
             report.executed[statement.opcode] += count
-    # A module's own variables die with the launch.
-    del memory.regions[regions:]
     report.loaded, report.stored = list(memory.loaded), list(memory.stored)
     return report
+
+
+def _check_limits(binary: Binary, launch: Launch, machine: Machine) -> None:
+    """Raise where a driver would refuse the launch."""
+    arch = ARCHS.get(binary.spec.arch)
+    if arch is not None and machine.shared.size > arch.shared_bytes:
+        raise ValueError(
+            f"{binary.entry} needs {machine.shared.size} bytes of shared memory, static and dynamic; a block of "
+            f"{arch.name} has at most {arch.shared_bytes}"
+        )
+    if not 1 <= binary.threads <= Arch.threads_per_block:
+        raise ValueError(
+            f"{binary.entry} needs blocks of {binary.threads} threads; {Arch.threads_per_block} is the most"
+        )
+    limits = ((1 << 31) - 1, 65535, 65535)
+    if any(not 1 <= size <= limit for size, limit in zip(launch.grid, limits, strict=True)):
+        raise ValueError(f"the grid must be from (1, 1, 1) to {limits}, got {launch.grid}")
 
 
 def _shape(binary: Binary, program: Program, clusters: int, resident: int | None, random: bool) -> Shape:

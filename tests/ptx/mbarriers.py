@@ -52,11 +52,11 @@ class Barriers:
         blocks, places = self.machine.shared_places(addresses, lanes, 8, "mbarrier")
         return blocks, places * 8
 
-    def arrive(self, barrier: MBarrier, count: int, warps: Any) -> bool:
+    def arrive(self, barrier: MBarrier, count: int, warps: Any, relaxed: bool = False) -> bool:
         """Whether the phase ended."""
         if barrier.pending < count:
             raise RuntimeError(f"{count} arrivals at an mbarrier that expects {barrier.pending} more")
-        if self.machine.history.active:
+        if self.machine.history.active and not relaxed:
             barrier.gathering = union(barrier.gathering, self.machine.history.publish(warps))
         barrier.pending -= count
         return self.settle(barrier)
@@ -167,6 +167,7 @@ def arrive(machine: Machine, statement: Instruction) -> Closure:
     state = args.pop(0) if has_state else None
     address = machine.address(args.pop(0))
     count = machine.source(args[0], "u32") if args else np.uint32(1)
+    relaxed = "relaxed" in statement.mods
     expects, drops = "expect_tx" in statement.mods, statement.mods[0] == "arrive_drop"
     write = machine.target(state, "b64") if state is not None and not isinstance(state, Sink) else None
 
@@ -186,7 +187,7 @@ def arrive(machine: Machine, statement: Instruction) -> Closure:
             if expects:
                 barrier.bytes += int(numbers[mine].sum())
             arrivals = int(mine.sum()) if expects else int(numbers[mine].sum())
-            woke |= barriers.arrive(barrier, arrivals, np.unique(machine.warp[lanes[mine]]))
+            woke |= barriers.arrive(barrier, arrivals, np.unique(machine.warp[lanes[mine]]), relaxed)
         if write is not None:
             write(states, mask)
         return AGAIN if woke else None

@@ -42,7 +42,8 @@ class Spaces(Operands):
         """Items of ``size`` bytes, one for each thread of ``lanes``."""
         if space == "shared":
             blocks, places = self.shared_places(addresses, lanes, size, what)
-            self.history.read(blocks, places * size, size, lanes)
+            if not _atomic(what):
+                self.history.read(blocks, places * size, size, lanes)
             return self.shared.views[size][blocks, places]
         if space in ("global", "const"):
             return self.memory.load(addresses, size, what, self._cluster(lanes, what))
@@ -62,7 +63,8 @@ class Spaces(Operands):
         if space == "shared":
             blocks, places = self.shared_places(addresses, lanes, size, what)
             self.shared.views[size][blocks, places] = values
-            self.history.write(blocks, places * size, size, lanes)
+            if not _atomic(what):
+                self.history.write(blocks, places * size, size, lanes)
         elif space == "global":
             self.memory.store(addresses, values, size, what, self._cluster(lanes, what))
         elif space == "local":
@@ -77,7 +79,7 @@ class Spaces(Operands):
 
     def _cluster(self, lanes: Any, what: str) -> Any:
         """Who accesses global memory; atomics go unwatched."""
-        return None if what.startswith(("atom", "red")) else self.cluster_number[lanes]
+        return None if _atomic(what) else self.cluster_number[lanes]
 
     def _by_window(self, addresses: NDArray[np.int64], lanes: Any, access: Any) -> Any:
         """``access`` for each window that the generic ``addresses`` lie in."""
@@ -94,6 +96,11 @@ class Spaces(Operands):
                 result = np.empty(addresses.size, values.dtype) if result is None else result
                 result[part] = values
         return result
+
+
+def _atomic(what: str) -> bool:
+    """Whether an access, by its name, is an atomic: those race with each other lawfully."""
+    return what.startswith(("atom", "red"))
 
 
 def space_of(statement: Instruction) -> str:

@@ -367,6 +367,26 @@ def test_wgmma_that_is_not_waited_for() -> None:
     assert torch.isnan(_wgmma(late)).all()
 
 
+def test_accumulators_need_a_fence() -> None:
+    with pytest.raises(RuntimeError, match=r"without a wgmma\.fence"):
+        _wgmma(WGMMA.replace("wgmma.fence.sync.aligned;", ""))
+    again = WGMMA[WGMMA.index("wgmma.mma_async") : WGMMA.index("add.s64 %rd12, %rd1")]
+    twice = WGMMA.replace("add.s64 %rd12, %rd1", "setp.eq.u32 %p1, 0, 0; {0}" + again + "add.s64 %rd12, %rd1")
+    assert (_wgmma(twice.replace("{0}", "")) == 32).all()
+    assert (
+        _wgmma(twice.replace("{0}", "add.f32 %f1, %f1, %f1; wgmma.fence.sync.aligned;"))[:, 1] == 48
+    ).all()
+    with pytest.raises(RuntimeError, match=r"without a wgmma\.fence"):
+        _wgmma(twice.replace("{0}", "add.f32 %f1, %f1, %f1;"))
+
+
+def test_a_block_that_exits_while_its_stores_are_read() -> None:
+    body = STORE.replace("cp.async.bulk.wait_group.read 0;", "").replace("%r8, 6;", "%r8, 2;")
+    out = torch.zeros(5, 32)
+    with pytest.raises(RuntimeError, match="exits while bulk stores"):
+        call(body, out, maps=(_map(out, (32, 2), 0),), threads=64, shared=512)
+
+
 def test_operands_overwritten_while_wgmma_reads_them() -> None:
     overwrite = "mov.u32 %r9, 0; st.shared.u32 [%r2], %r9;"
     text = WGMMA.replace("wgmma.wait_group.sync.aligned 0;", overwrite + "wgmma.wait_group.sync.aligned 0;")

@@ -182,6 +182,29 @@ def test_atomic_results_and_floats() -> None:
     )
 
 
+def test_atomics_in_shared_memory_do_not_race() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    body = """
+        mov.u32 %r1, smem; setp.ne.u32 %p1, %r0, 0; mov.u32 %r2, 0;
+        @!%p1 st.shared.u32 [%r1], %r2;
+        bar.sync 0;
+        atom.shared.add.u32 %r3, [%r1], %r0;
+        bar.sync 0;
+        ld.shared.u32 %r4, [%r1]; st.global.u32 [%rd0], %r4;
+    """
+    call(body, out, threads=128, shared=16)
+    assert out.item() == 127 * 64
+
+
+def test_launches_that_a_driver_would_refuse() -> None:
+    with pytest.raises(ValueError, match="needs 232449 bytes of shared memory.* sm_90a has at most 232448"):
+        call("", torch.zeros(1), shared=232449)
+    with pytest.raises(ValueError, match="grid must be from"):
+        call("", torch.zeros(1), grid=(1, 65536, 1))
+    with pytest.raises(ValueError, match="blocks of 1056 threads"):
+        call("", torch.zeros(1), threads=1056)
+
+
 def test_compare_and_swap_as_a_lock() -> None:
     """Blocks that wait for each other must be resident together."""
     lock, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)

@@ -76,6 +76,9 @@ class TensorCores:
         self.groups: dict[int, list[list[_Multiply]]] = {}
         # How many groups each warpgroup has committed.
         self.committed: dict[int, int] = {}
+        # Which warpgroups have executed wgmma.fence since they last waited; what that left in which registers.
+        self.fenced: set[int] = set()
+        self.left: dict[int, tuple[tuple[int, ...], Any]] = {}
 
     def of(self, warpgroup: int) -> list[list[_Multiply]]:
         return self.groups.setdefault(warpgroup, [[]])
@@ -98,6 +101,17 @@ class TensorCores:
             total = total + product if work.scale_d else product
         if held:
             _put(file, held, part, total)
+            self.left[warpgroup] = held, file[list(held), part]
+
+    def check_fence(self, warpgroup: int, accumulators: tuple[int, ...], used: bool) -> None:
+        """Raise if the accumulators were written by other instructions without a ``wgmma.fence`` since."""
+        if warpgroup in self.fenced or any(self.of(warpgroup)):
+            return
+        part = slice(warpgroup * _GROUP, (warpgroup + 1) * _GROUP)
+        registers, values = self.left.get(warpgroup, ((), None))
+        file = self.machine.files["b32"]
+        if registers != accumulators or (used and not np.array_equal(values, file[list(registers), part])):
+            raise RuntimeError("wgmma uses accumulators that were written without a wgmma.fence since")
 
     def note(self, warpgroup: int, block: int, offsets: Any) -> None:
         """Records that the open group reads 16 bytes at each of ``offsets``."""
@@ -111,6 +125,7 @@ class TensorCores:
         history = self.machine.history
         done = self.committed.get(warpgroup, 0) - (len(self.of(warpgroup)) - 1)
         history.knows(np.arange(4 * warpgroup, 4 * warpgroup + 4), history.tensor_first + warpgroup, done)
+        self.fenced.discard(warpgroup)
 
     def advance(self, rng: Any) -> bool:
         return False
@@ -217,6 +232,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
                 )
             scale = bool(np.broadcast_to(scale_d(), (machine.threads,))[first])
             work = _Multiply(a, b, scale, scale_a * scale_b, accumulators)
+            tensor.check_fence(warpgroup, accumulators, scale)
             groups = tensor.of(warpgroup)
             if machine.postponed() or any(groups):
                 # In order: what is issued later never runs before.
@@ -225,6 +241,19 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
                 tensor.run(warpgroup, [work])
             machine.report.mma[opcode] += 1
             machine.report.flops += flops
+
+    return collective(machine, statement, None, body, _GROUP)
+
+
+@instruction("wgmma.fence")
+def fence(machine: Machine, statement: Instruction) -> Closure:
+    tensor: TensorCores = machine.unit(TensorCores)
+
+    def body(mask: Mask) -> None:
+        here = (
+            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+        )
+        tensor.fenced.update(here.tolist())
 
     return collective(machine, statement, None, body, _GROUP)
 
