@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
 
@@ -40,7 +41,13 @@ def build(spec: KernelSpec) -> Binary:
     constexprs = {name.upper(): options[name] for name in names}
     constexprs["QUARTERS"] = options["block_m"] * options["block_n"] >= 4096 * options["warps"]
     return compile_triton(
-        spec, apply, signature, constexprs, num_warps=options["warps"], num_stages=options["stages"]
+        spec,
+        apply,
+        signature,
+        constexprs,
+        num_warps=options["warps"],
+        num_stages=options["stages"],
+        registers=Arch.registers_per_thread,
     )
 
 

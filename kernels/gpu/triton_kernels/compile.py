@@ -25,6 +25,7 @@ def compile_triton(
     *,
     num_warps: int,
     num_stages: int,
+    registers: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Binary:
     """Compile the ``@triton.jit`` function ``fn`` for ``spec.arch``.
@@ -36,6 +37,8 @@ def compile_triton(
             after it, its value is a multiple of 16 (an address in bytes, a number in units), and so for other
             powers of two.
         constexprs: value of each ``tl.constexpr`` argument.
+        registers: of a thread, at most. Given the most there are, nothing is spilled that need not be; ``None``
+            lets ptxas trade a few spills for more blocks on a multiprocessor.
         extra: goes into the binary's ``extra``.
 
     Raises:
@@ -51,8 +54,14 @@ def compile_triton(
         if divisor:
             attributes[(names.index(name),)] = [["tt.divisibility", int(divisor)]]
     source = ASTSource(fn, types, dict(constexprs), attributes)
-    # Fusion of multiply and add is said here, since Triton's default changes between versions.
-    options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": 1, "enable_fp_fusion": True}
+    options = {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "num_ctas": 1,
+        # Triton's default changes between versions.
+        "enable_fp_fusion": True,
+        "maxnreg": registers,
+    }
     major, minor = arch_named(spec.arch).capability
     target = GPUTarget("cuda", 10 * major + minor, 32)
     # Binaries are cached by whoever asked for this one; Triton's own cache would only grow beside it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
 
@@ -33,7 +34,13 @@ def build(spec: KernelSpec) -> Binary:
         **{name.upper(): options[name] for name in ("block", "block_k")},
     }
     return compile_triton(
-        spec, symmetric, signature, constexprs, num_warps=options["warps"], num_stages=options["stages"]
+        spec,
+        symmetric,
+        signature,
+        constexprs,
+        num_warps=options["warps"],
+        num_stages=options["stages"],
+        registers=Arch.registers_per_thread,
     )
 
 
