@@ -231,6 +231,7 @@ _CONFIGS: tuple[dict[str, Any], ...] = tuple(
         ("ping-pong", 128, 64, 4, 1),
         ("ping-pong", 128, 64, 4, 2),
         ("ping-pong", 64, 128, 4, 1),
+        ("ping-pong", 64, 128, 4, 2),
         ("ping-pong", 64, 64, 8, 1),
     )
 )
@@ -263,8 +264,8 @@ def _by_columns(matrices: Matrices) -> bool:
     return _complaint(matrices, True) is None or not matrices.row_major
 
 
-def _map(matrices: Matrices, by_columns: bool, box: tuple[int, int], swizzle: int) -> TensorMap:
-    """The tensor map of a batch; ``box`` along and across its lines."""
+def _map(matrices: Matrices, by_columns: bool, lines_at_once: int) -> TensorMap:
+    """The tensor map of a batch, for boxes of 128 bytes of so many lines, as swizzled shared memory holds them."""
     length, count, lines = matrices.columns, matrices.rows, matrices.row_stride
     if by_columns:
         length, count, lines = count, length, matrices.column_stride
@@ -273,16 +274,17 @@ def _map(matrices: Matrices, by_columns: bool, box: tuple[int, int], swizzle: in
     line_bytes = lines * size if count > 1 else -(-length * size // 16) * 16
     batch_bytes = matrices.batch_stride * size if matrices.batch > 1 else line_bytes
     shape = (length, count, matrices.batch)
-    return TensorMap(matrices.address, matrices.dtype, shape, (line_bytes, batch_bytes), (*box, 1), swizzle)
+    box = (128 // size, lines_at_once, 1)
+    return TensorMap(matrices.address, matrices.dtype, shape, (line_bytes, batch_bytes), box, swizzle=128)
 
 
 def _operand_map(matrices: Matrices, op: str, plan: Plan, rows: int) -> TensorMap:
-    """Boxes as wide as the swizzle, which is all that one copy can fill in shared memory."""
+    """Of an operand that is read ``rows`` rows and ``bk`` columns at a time."""
     if plan.column_major:
-        return _map(matrices, True, (64, plan.bk), 128)
-    return _map(matrices, op == "symmetric_product" and _by_columns(matrices), (64, rows), 128)
+        return _map(matrices, True, plan.bk)
+    return _map(matrices, op == "symmetric_product" and _by_columns(matrices), rows)
 
 
 def _block_map(matrices: Matrices) -> TensorMap:
-    """Of C or the result, in boxes of 128 bytes by 64."""
-    return _map(matrices, _by_columns(matrices), (128 // matrices.item_bytes, BLOCK), 128)
+    """Of C or the result."""
+    return _map(matrices, _by_columns(matrices), BLOCK)
