@@ -103,7 +103,7 @@ class Operands(Layout):
         for kind, file in self.files.items():
             file.view(np.uint8)[:] = 0 if kind == "pred" else 0xFF
 
-    def row(self, register: Operand | None) -> Array:
+    def row(self, register: Operand | None) -> Any:
         """A register of all threads."""
         assert isinstance(register, Register), register
         return self.files[register.type][register.row]
@@ -170,7 +170,7 @@ class Operands(Layout):
 
         return write_extended
 
-    def exact_row(self, operand: Operand, type_name: str) -> Array | None:
+    def exact_row(self, operand: Operand, type_name: str) -> Any:
         """The operand's register as ``type_name``, if it has just that width: a place to compute into."""
         if isinstance(operand, Register):
             row, dtype = self.row(operand), np.dtype(DTYPES[type_name])

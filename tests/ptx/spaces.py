@@ -38,7 +38,7 @@ class Spaces(Operands):
         offsets = addresses & ((1 << Shared.RANK_SHIFT) - 1)
         return self.cluster_first[lanes] + ranks, self.shared.places(offsets, size, what)
 
-    def load(self, space: str, addresses: NDArray[np.int64], lanes: Any, size: int, what: str) -> Array:
+    def load(self, space: str, addresses: NDArray[np.int64], lanes: Any, size: int, what: str) -> Any:
         """Items of ``size`` bytes, one for each thread of ``lanes``."""
         if space == "shared":
             blocks, places = self.shared_places(addresses, lanes, size, what)

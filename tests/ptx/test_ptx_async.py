@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -321,8 +322,8 @@ def test_bulk_copies_of_bytes() -> None:
         ({"strides": ()}, "strides"),
     ],
 )
-def test_tensor_maps_that_a_driver_would_refuse(change: dict[str, object], message: str) -> None:
-    fields = {
+def test_tensor_maps_that_a_driver_would_refuse(change: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {
         "address": 1024,
         "dtype": "bf16",
         "shape": (64, 64),
@@ -330,9 +331,9 @@ def test_tensor_maps_that_a_driver_would_refuse(change: dict[str, object], messa
         "box": (64, 8),
         "swizzle": 128,
     }
-    check_tensor_map(TensorMap(**fields))  # type: ignore[arg-type]
+    check_tensor_map(TensorMap(**fields))
     with pytest.raises(ValueError, match=message):
-        check_tensor_map(TensorMap(**{**fields, **change}))  # type: ignore[arg-type]
+        check_tensor_map(TensorMap(**{**fields, **change}))
 
 
 WGMMA = """
@@ -350,9 +351,9 @@ WGMMA = """
 """
 
 
-def _wgmma(body: str, **options: object) -> torch.Tensor:
+def _wgmma(body: str, **options: Any) -> torch.Tensor:
     x, out = torch.ones(1024).bfloat16(), torch.zeros(128, 4)
-    call(body, x, out, threads=128, shared=4096, **options)  # type: ignore[arg-type]
+    call(body, x, out, threads=128, shared=4096, **options)
     return out
 
 

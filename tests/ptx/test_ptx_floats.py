@@ -78,7 +78,7 @@ def test_fma_rounds_once() -> None:
     c[::2] = (rng.standard_normal(c[::2].size) * 2.0 ** rng.integers(-40, 30, c[::2].size)).astype(F)
     # 1 + 2^-24 is halfway; a tiny third part must decide.
     a[:4], b[:4] = F(1 + 2.0**-12), F(1 + 2.0**-12)
-    c[:4] = F([2.0**-60, -(2.0**-60), 0, 2.0**-24])
+    c[:4] = np.array([2.0**-60, -(2.0**-60), 0, 2.0**-24], F)
     found = evaluate("fma.rn.f32 d, a, b, c;", a, b, c, result=F)
     for x, y, z, value in zip(a, b, c, found, strict=True):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))

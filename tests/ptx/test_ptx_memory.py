@@ -197,7 +197,7 @@ def test_atomics_in_shared_memory_do_not_race() -> None:
 
 
 def test_launches_that_a_driver_would_refuse() -> None:
-    with pytest.raises(ValueError, match="needs 232449 bytes of shared memory.* sm_90a has at most 232448"):
+    with pytest.raises(ValueError, match=r"needs 232449 bytes of shared memory.* sm_90a has at most 232448"):
         call("", torch.zeros(1), shared=232449)
     with pytest.raises(ValueError, match="grid must be from"):
         call("", torch.zeros(1), grid=(1, 65536, 1))

@@ -43,12 +43,12 @@ def bytes_of(type_name: str) -> int:
     return np.dtype(DTYPES[type_name]).itemsize
 
 
-def widen_bf16(bits: Array) -> NDArray[np.float32]:
+def widen_bf16(bits: Array) -> Any:
     """bf16 bits as fp32 values."""
     return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def round_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+def round_bf16(values: NDArray[np.float32]) -> Any:
     """fp32 values as bf16 bits, to nearest even."""
     values = np.ascontiguousarray(values, np.float32)
     bits = values.view(np.uint32)
@@ -58,14 +58,14 @@ def round_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
 
 
-def truncate_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+def truncate_bf16(values: NDArray[np.float32]) -> Any:
     """fp32 values as bf16 bits, toward zero."""
     values = np.ascontiguousarray(values, np.float32)
     kept = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FFF), kept)
 
 
-def round_tf32(values: NDArray[np.float32], ties_away: bool = True) -> NDArray[np.float32]:
+def round_tf32(values: NDArray[np.float32], ties_away: bool = True) -> Any:
     """fp32 values with the 10 explicit mantissa bits of tf32."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     half = np.uint32(0x1000) if ties_away else np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
@@ -90,7 +90,7 @@ def exact_sum(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.floa
     return to_odd(total, rest)
 
 
-def fma_f32(x: Array, y: Array, z: Array) -> NDArray[np.float32]:
+def fma_f32(x: Array, y: Array, z: Array) -> Any:
     """x·y + z in one rounding to fp32: the product of two fp32 numbers is exact in fp64."""
     product = np.multiply(x, y, dtype=np.float64)
     total = product + z
