@@ -33,6 +33,8 @@ class Plan:
         column_major: whether the operands' columns are contiguous rather than their rows.
         arrangement: ``"cooperative"`` or ``"ping-pong"``.
         tile: rows and columns of a tile.
+        rows: of a tile that a CTA (ping-pong: a warpgroup) takes in one turn. With fewer than all, sums fit in
+            registers, or more CTAs find work.
         bk: depth of one stage.
         stages: of operands in shared memory.
         cluster: CTAs that share what they load where their tiles are of one column: 1 or 2.
@@ -43,6 +45,7 @@ class Plan:
     column_major: bool
     arrangement: str
     tile: int
+    rows: int
     bk: int
     stages: int
     cluster: int
@@ -50,11 +53,6 @@ class Plan:
     @property
     def ping_pong(self) -> bool:
         return self.arrangement == "ping-pong"
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile that a CTA takes in one turn: as many as sums fit in registers."""
-        return 128 if self.tile == 256 else self.tile
 
     @property
     def turns(self) -> int:
@@ -117,7 +115,7 @@ class Plan:
 class SymmetricSm90:
     """The :class:`~dmuon.kernels.gpu.family.ProductFamily` of this kernel.
 
-    A config has ``arrangement``, ``tile``, ``bk``, ``stages`` and ``cluster``, as :class:`Plan` explains them.
+    A config has the fields ``arrangement``, ``tile``, ``rows``, ``bk``, ``stages`` and ``cluster`` of :class:`Plan`.
     """
 
     sources = tuple(
@@ -143,22 +141,22 @@ class SymmetricSm90:
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         if op not in _OPS:
             raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
-        fields = ("arrangement", "tile", "bk", "stages", "cluster")
-        if set(config) != set(fields):
-            raise ValueError(f"config must have the fields {', '.join(fields)}, got {sorted(config)}")
-        tiles = {"cooperative": (128, 192, 256), "ping-pong": (64, 128)}
-        if config["arrangement"] not in tiles:
-            raise ValueError(f"arrangement must be one of {', '.join(tiles)}, got {config['arrangement']!r}")
-        allowed = {
-            "tile": tiles[config["arrangement"]],
-            "bk": (64, 128),
-            "stages": range(2, 17),
-            "cluster": (1, 2),
+        if set(config) != set(_FIELDS):
+            raise ValueError(f"config must have the fields {', '.join(_FIELDS)}, got {sorted(config)}")
+        shapes = {
+            "cooperative": ((128, 128), (192, 192), (256, 128)),
+            "ping-pong": ((64, 64), (128, 64), (128, 128), (192, 64), (256, 64)),
         }
-        for name, values in allowed.items():
+        if config["arrangement"] not in shapes:
+            raise ValueError(f"arrangement must be one of {', '.join(shapes)}, got {config['arrangement']!r}")
+        allowed, shape = shapes[config["arrangement"]], (config["tile"], config["rows"])
+        if shape not in allowed:
+            raise ValueError(
+                f"tile and rows of {config['arrangement']} must be one of {allowed}, got {shape}"
+            )
+        for name, values in {"bk": (64, 128), "stages": range(2, 17), "cluster": (1, 2)}.items():
             if config[name] not in values:
-                of = f" of {config['arrangement']} warpgroups" if name == "tile" else ""
-                raise ValueError(f"{name}{of} must be one of {list(values)}, got {config[name]!r}")
+                raise ValueError(f"{name} must be one of {list(values)}, got {config[name]!r}")
 
     def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
         self.check(call.op, config)
@@ -217,20 +215,25 @@ SYMMETRIC_SM90 = SymmetricSm90()
 
 _OPS = ("gram", "symmetric_product")
 
+_FIELDS = ("arrangement", "tile", "rows", "bk", "stages", "cluster")
+
 _CONFIGS: tuple[dict[str, Any], ...] = tuple(
-    {"arrangement": arrangement, "tile": tile, "bk": bk, "stages": stages, "cluster": cluster}
-    for arrangement, tile, bk, stages, cluster in (
-        ("cooperative", 256, 64, 3, 1),
-        ("cooperative", 256, 64, 3, 2),
-        ("cooperative", 192, 64, 3, 1),
-        ("cooperative", 192, 64, 3, 2),
-        ("cooperative", 128, 64, 4, 1),
-        ("cooperative", 128, 64, 4, 2),
-        ("ping-pong", 128, 64, 4, 1),
-        ("ping-pong", 128, 64, 4, 2),
-        ("ping-pong", 64, 128, 4, 1),
-        ("ping-pong", 64, 128, 4, 2),
-        ("ping-pong", 64, 64, 8, 1),
+    dict(zip(_FIELDS, values, strict=True))
+    for values in (
+        ("cooperative", 256, 128, 64, 3, 1),
+        ("cooperative", 256, 128, 64, 3, 2),
+        ("cooperative", 192, 192, 64, 3, 1),
+        ("cooperative", 192, 192, 64, 3, 2),
+        ("cooperative", 128, 128, 64, 4, 1),
+        ("cooperative", 128, 128, 64, 4, 2),
+        ("ping-pong", 256, 64, 64, 3, 2),
+        ("ping-pong", 192, 64, 64, 4, 1),
+        ("ping-pong", 128, 128, 64, 4, 1),
+        ("ping-pong", 128, 128, 64, 4, 2),
+        ("ping-pong", 128, 64, 64, 5, 1),
+        ("ping-pong", 128, 64, 64, 5, 2),
+        ("ping-pong", 64, 64, 128, 4, 1),
+        ("ping-pong", 64, 64, 128, 4, 2),
     )
 )
 

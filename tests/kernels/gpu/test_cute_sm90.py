@@ -33,11 +33,14 @@ SM_90A = ARCHS["sm_90a"]
 compiled = lru_cache(build_here)
 
 
-def config(arrangement: str, tile: int, bk: int, stages: int, cluster: int = 1) -> dict[str, Any]:
-    return {"arrangement": arrangement, "tile": tile, "bk": bk, "stages": stages, "cluster": cluster}
+def config(
+    arrangement: str, tile: int, rows: int, stages: int, cluster: int = 1, bk: int = 64
+) -> dict[str, Any]:
+    fields = {"bk": bk, "stages": stages, "cluster": cluster}
+    return {"arrangement": arrangement, "tile": tile, "rows": rows, **fields}
 
 
-COOPERATIVE = config("cooperative", 128, 64, 4)
+COOPERATIVE = config("cooperative", 128, 128, 4)
 PING_PONG = config("ping-pong", 64, 64, 3)
 
 
@@ -135,7 +138,11 @@ def test_cooperative(m, n, c):
 
 
 def test_three_warpgroups():
-    Case(config("cooperative", 192, 64, 3), 200, 72, dtype="fp16", out_dtype="fp16").check(2)
+    Case(config("cooperative", 192, 192, 3), 200, 72, dtype="fp16", out_dtype="fp16").check(2)
+
+
+def test_tiles_in_turns():
+    Case(config("ping-pong", 192, 64, 2), 200, 200, c="out").check(1)
 
 
 def test_products_of_two_operands_in_both_orientations():
@@ -163,7 +170,7 @@ def test_results_in_fp32():
 @pytest.mark.parametrize(("arrangement", "m", "n"), [("cooperative", 264, 72), ("ping-pong", 136, 330)])
 def test_clusters(arrangement, m, n):
     # 6 tiles fill their clusters; 3 tiles leave one CTA of the last cluster without any.
-    Case(config(arrangement, 128, 64, 4, cluster=2), m, n, c="out", multiprocessors=4).check(1)
+    Case(config(arrangement, 128, 128, 4, cluster=2), m, n, c="out", multiprocessors=4).check(1)
 
 
 SHIPPED = {
@@ -340,7 +347,7 @@ def test_configurations_fit_and_are_understood():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tile": 96}, r"tile of ping-pong warpgroups must be one of \[64, 128\], got 96"),
+        ({"tile": 96}, r"tile and rows of ping-pong must be one of \(\(64, 64\).*, got \(96, 64\)"),
         ({"arrangement": "solo"}, "arrangement must be one of cooperative, ping-pong, got 'solo'"),
         ({"stages": 1}, "stages must be one of .*, got 1"),
         ({"cluster": 4}, r"cluster must be one of \[1, 2\], got 4"),
@@ -372,9 +379,9 @@ def test_unsupported_calls_say_why():
     assert "batch stride" in message(A=replace(A, batch_stride=0))
     assert "first element" in message(A=replace(A, address=A.address + 2))
     assert "strides 96, 2" in message(A=replace(A, row_stride=96, column_stride=2))
-    assert "shared memory, sm_90a has 232448" in message(config("cooperative", 192, 64, 5))
+    assert "shared memory, sm_90a has 232448" in message(config("cooperative", 192, 192, 5))
     columns = replace(A, row_stride=1, column_stride=48)
-    assert "halve" in message(config("cooperative", 192, 64, 3, 2), A=columns)
+    assert "halve" in message(config("cooperative", 192, 192, 3, 2), A=columns)
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 5), (5, 1)])
@@ -391,7 +398,7 @@ def test_clusters_load_a_shared_column_once():
     """Of 6 tiles, walked down the columns, only the first two are a pair of one column."""
     rows = 128 * 64 * 2
     for cluster, saved in ((1, 0), (2, 1)):
-        case = Case(config("cooperative", 128, 64, 4, cluster), 384, 64, c="none", multiprocessors=4)
+        case = Case(config("cooperative", 128, 128, 4, cluster), 384, 64, c="none", multiprocessors=4)
         assert case.run(None).loaded[0] == (6 * 2 - saved) * rows
 
 
@@ -453,7 +460,7 @@ def test_no_synchronisation_can_be_dropped(mutation):
     "statement", [r"barrier\.cluster\.arrive[^;]*;", r"mbarrier\.arrive\.shared::cluster[^;]*;"]
 )
 def test_no_synchronisation_of_clusters_can_be_dropped(statement, place, m):
-    case = Case(config("cooperative", 128, 64, 2, cluster=2), m, 264, c="out")
+    case = Case(config("cooperative", 128, 128, 2, cluster=2), m, 264, c="out")
     assert not survives(case, without(case.binary, statement, place))
 
 
