@@ -130,9 +130,9 @@ def only_dtype(tensors: Sequence[Tensor]) -> str:
 
 def spread(elements: int, count: int) -> dict[str, Any]:
     """How blocks share ``count`` matrices, the largest of ``elements``: some thousands in all, none always idle."""
-    pieces = -(-elements // 2048)
+    pieces = -(-elements // 1024)
     wanted = min(pieces, -(-4096 // count), 1024)
-    return {"parts": 1 << (wanted - 1).bit_length(), "block": 2048, "warps": 4}
+    return {"parts": 1 << (wanted - 1).bit_length(), "block": 1024, "warps": 4}
 
 
 class PrepareFamily:

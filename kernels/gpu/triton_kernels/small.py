@@ -63,7 +63,7 @@ class SmallGramFamily:
         if config["warps"] not in WARPS[side]:
             raise Unsupported(f"triton: {side} padded rows take {WARPS[side]} warps, got {config['warps']}")
         panel = min(config["panel"], _widest_panel(call))
-        needed = shared_bytes(side, call.segments, panel, call.out.dtype)
+        needed = shared_bytes(side, call.segments, panel, config["warps"], call.out.dtype)
         if needed > arch.shared_bytes:
             raise Unsupported(
                 f"triton: {len(call.segments)} segments of {side} padded rows keep {needed} bytes in shared "
@@ -103,11 +103,12 @@ def padded(m: int) -> int:
     return max(16, 1 << (m - 1).bit_length())
 
 
-def shared_bytes(side: int, segments: tuple[int, ...], panel: int, out_dtype: str) -> int:
-    """Shared memory that the compiler will need, at most: every Q, and either R and P or the panels."""
+def shared_bytes(side: int, segments: tuple[int, ...], panel: int, warps: int, out_dtype: str) -> int:
+    """Shared memory that the compiler will need, at most: every Q, either R and P or the panels, and the numbers of
+    columns."""
     matrix, strip = 2 * side * side, 2 * side * panel
     panels = 2 * strip + (2 * strip if out_dtype == "fp32" else strip)
-    return len(segments) * matrix + max(2 * matrix, panels) + 4 * side
+    return len(segments) * matrix + max(2 * matrix, panels) + 128 * warps
 
 
 def _widest_panel(call: SmallCall) -> int:

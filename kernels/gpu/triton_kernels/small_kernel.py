@@ -28,9 +28,17 @@ _TINY = gl.constexpr(1.1754943508222875e-38)
 
 @gluon.jit
 def _matrix(
-    base, line, columns, batch_stride, DTYPE: gl.constexpr, RAGGED: gl.constexpr, ALIGNED: gl.constexpr
+    base,
+    line,
+    m,
+    columns,
+    batch_stride,
+    DTYPE: gl.constexpr,
+    RAGGED: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    ROW_MAJOR: gl.constexpr,
 ):
-    """This thread block's matrix: its first element, the elements between its lines, and its columns."""
+    """This thread block's matrix: its first element, the elements between its lines, its rows and columns."""
     index = gl.program_id(0).to(gl.int64)
     if RAGGED:
         record = base + 3 * index
@@ -44,8 +52,11 @@ def _matrix(
         lanes: gl.constexpr = 128 // DTYPE.primitive_bitwidth
         first = gl.multiple_of(first, 16)
         line = line // lanes * lanes
-        columns = columns // lanes * lanes
-    return first, line, columns
+        if ROW_MAJOR:
+            columns = columns // lanes * lanes
+        else:
+            m = m // lanes * lanes
+    return first, line, m, columns
 
 
 @gluon.jit
@@ -187,20 +198,22 @@ def small_gram_ns(
     OUT_LAYOUT: gl.constexpr,
 ):
     SEGMENTS: gl.constexpr = len(COUNTS)
-    x_first, x_line, n = _matrix(X, x_line, n, x_batch, X_DTYPE, RAGGED, X_ALIGNED)
-    out_first, out_line, n_out = _matrix(out, out_line, n, out_batch, OUT_DTYPE, RAGGED, OUT_ALIGNED)
+    x_first, x_line, x_m, n = _matrix(X, x_line, m, n, x_batch, X_DTYPE, RAGGED, X_ALIGNED, X_ROW_MAJOR)
+    out_first, out_line, out_m, out_n = _matrix(
+        out, out_line, m, n, out_batch, OUT_DTYPE, RAGGED, OUT_ALIGNED, OUT_ROW_MAJOR
+    )
     largest, norm = 1.0, 1.0
     if NORMALIZE:
         # As dmuon.kernels.normalize: by the largest element, then by the norm; a zero stays zero. The maximum
         # passes over NaN, which then poisons its matrix in R.
         tile = gl.zeros((M, PANEL), gl.float32, X_LAYOUT)
         for start in range(0, n, PANEL):
-            value = _read(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            value = _read(x_first, x_line, x_m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
             tile = gl.maximum(tile, gl.abs(value.to(gl.float32)))
         largest = gl.maximum(gl.max(gl.max(tile, 1), 0), _TINY)
         tile = gl.zeros((M, PANEL), gl.float32, X_LAYOUT)
         for start in range(0, n, PANEL):
-            value = _read(x_first, x_line, m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            value = _read(x_first, x_line, x_m, n, start, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
             scaled = value.to(gl.float32) / largest
             tile += scaled * scaled
         norm = gl.maximum(gl.sqrt(gl.sum(gl.sum(tile, 1), 0)), _TINY)
@@ -211,17 +224,20 @@ def small_gram_ns(
     Qs = gl.allocate_shared_memory(DTYPE, [SEGMENTS, M, M], matrix)
     zero = gl.zeros((M, M), gl.float32, SQUARE)
     # Read from memory whenever the diagonal is wanted: where it is would else be kept in a register per element.
-    columns = gl.allocate_shared_memory(gl.int32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    columns.store(gl.arange(0, M, gl.SliceLayout(0, SQUARE)))
+    # One for each thread: more than M of them would else write the same elements.
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    columns = gl.allocate_shared_memory(gl.int32, [THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns.store(gl.arange(0, THREADS, each))
     for segment in gl.static_range(SEGMENTS + 1):
         R = zero
         Xs = gl.allocate_shared_memory(DTYPE, [M, PANEL], loaded)
         Ys = gl.allocate_shared_memory(DTYPE, [M, PANEL], panel)
-        ahead = _read(x_first, x_line, m, n, 0, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+        ahead = _read(x_first, x_line, x_m, n, 0, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
         q_first = _zero(m)
         for start in range(0, n, PANEL):
             value = ahead
-            ahead = _read(x_first, x_line, m, n, start + PANEL, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
+            ahead = _read(x_first, x_line, x_m, n, start + PANEL, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
             if NORMALIZE:
                 value = value.to(gl.float32) / largest / norm
             _write(value, Xs, WARPGROUP)
@@ -237,7 +253,7 @@ def small_gram_ns(
                     now = Ys
                 else:
                     addresses, inside = _tile(
-                        out_first, out_line, m, n_out, start, M, PANEL, OUT_ROW_MAJOR, OUT_LAYOUT
+                        out_first, out_line, out_m, out_n, start, M, PANEL, OUT_ROW_MAJOR, OUT_LAYOUT
                     )
                     # Rounded as a working matrix first, whatever the result's dtype.
                     result = total.to(DTYPE).to(OUT_DTYPE)
@@ -252,7 +268,7 @@ def small_gram_ns(
                 work.index(first),
                 work.index(first + 1),
                 Qs.index(first + segment),
-                columns,
+                columns.slice(0, M),
                 m,
                 zero,
                 STEPS,
