@@ -110,7 +110,8 @@ class Engine:
         history, warp = self.machine.history, int(self.machine.warp[thread])
         tick = self.committed.get(thread, 0) + 1
         actor = history.bulk_first + warp
-        history.actor_reads(block, places * 16, 16, np.array([warp]), actor, tick, "a bulk store")
+        grains = history.grains(places * 16, 16).ravel()
+        history.actor_reads(block, grains, np.array([warp]), actor, tick, "a bulk store")
 
     def commit(self, thread: int) -> None:
         self.groups.setdefault(thread, [[]]).append([])

@@ -38,13 +38,7 @@ class History:
         self.tensor_first, self.bulk_first = self.warps, self.warps + groups
         self.actors = self.bulk_first + self.warps
         if self.active:
-            grains = machine.shared.data.shape[1] // self.grain
-            self.writer = np.zeros((machine.blocks, grains), np.int16)
-            self.written = np.zeros(self.writer.shape, np.int32)
-            self.line = np.zeros(self.writer.shape, np.int32)
-            self.dirty = np.zeros(self.writer.shape, np.bool_)
             self.columns = self._reader_columns()
-            self.read_at = np.zeros((machine.blocks, grains, self.columns.shape[1]), np.int32)
         self.reset()
 
     def _reader_columns(self) -> Any:
@@ -64,8 +58,13 @@ class History:
         self.loads: dict[tuple[int, int], int] = {}
         self.clean = True
         if self.active:
-            for shadow in (self.writer, self.written, self.read_at, self.dirty):
-                shadow[:] = 0
+            # New zeros cost less than old ones overwritten: the system makes the pages as they are touched.
+            shape = (self.machine.blocks, self.machine.shared.data.shape[1] // self.grain)
+            self.writer = np.zeros(shape, np.int16)
+            self.written = np.zeros(shape, np.int32)
+            self.line = np.zeros(shape, np.int32)
+            self.dirty = np.zeros(shape, np.bool_)
+            self.read_at = np.zeros((*shape, self.columns.shape[1]), np.int32)
 
     # Knowledge
 
@@ -133,13 +132,10 @@ class History:
             self.dirty[blocks, grains] = True
             self.clean = False
 
-    def actor_reads(
-        self, block: int, offsets: Any, size: int, warps: Any, actor: int, tick: int, what: str
-    ) -> None:
+    def actor_reads(self, block: int, grains: Any, warps: Any, actor: int, tick: int, what: str) -> None:
         """Asynchronous reads on behalf of ``warps``, over once ``actor`` has reached ``tick``."""
         if not self.active:
             return
-        grains = self.grains(offsets, size).ravel()
         self.check_visible(block, grains, what)
         if self.races:
             seen = self.known[warps].min(0)

@@ -313,7 +313,8 @@ class Shared:
     def places(self, addresses: NDArray[np.int64], size: int, what: str) -> NDArray[np.int64]:
         """Addresses within a window as places in its typed view, checked."""
         check_aligned(addresses, size, what)
-        if int(addresses.min()) < self.BASE or int(addresses.max()) + size > self.BASE + self.size:
+        # As unsigned numbers those below the base are large.
+        if int((addresses - self.BASE).view(np.uint64).max()) + size > self.size:
             bad = int(addresses[(addresses < self.BASE) | (addresses + size > self.BASE + self.size)][0])
             raise IndexError(
                 f"{what} of {size} bytes at shared address {bad:#x}: the block has "

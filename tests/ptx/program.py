@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 
 from ptx.syntax import (
@@ -36,6 +35,7 @@ _STATEMENT = re.compile(
     re.DOTALL,
 )
 _DEBUG = re.compile(r"\.(?:loc|file)\s")
+_PIECE = re.compile(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+")
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*):(?!:)")
 
 
@@ -98,8 +98,12 @@ def _data(init: str | None, unit: int) -> bytes:
     return b"".join((integer(v) & ((1 << 8 * unit) - 1)).to_bytes(unit, "little") for v in values)
 
 
-class _Scope(dict[str, str]):
-    """Names declared between braces, as the unique names they stand for."""
+class _Scope:
+    """What is declared between two braces: registers and variables, and the unique names of labels."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Operand] = {}
+        self.labels: dict[str, str] = {}
 
 
 class _Body:
@@ -107,9 +111,6 @@ class _Body:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.types: dict[str, str] = {}
-        self.rows: dict[str, int] = {}
-        self.ranges: dict[str, str] = {}
         self.scopes: list[_Scope] = [_Scope()]
         self.fresh = 0
 
@@ -154,11 +155,11 @@ class _Body:
         for label in re.findall(r"(?:^|[;{}\n])\s*([A-Za-z_$][\w$]*):(?!:)", text[position:end]):
             if not label.startswith("$L__"):
                 self.fresh += 1
-                scope.setdefault(label, f"{label}@{self.fresh}")
+                scope.labels.setdefault(label, f"{label}@{self.fresh}")
         self.scopes.append(scope)
 
     def _label(self, name: str) -> str:
-        return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
+        return next((scope.labels[name] for scope in reversed(self.scopes) if name in scope.labels), name)
 
     def _statement(self, text: str, line: int, span: tuple[int, int]) -> None:
         if text.startswith(".reg"):
@@ -190,17 +191,16 @@ class _Body:
         if len(self.scopes) > 1:
             self.fresh += 1
             unique = f"{name}@{self.fresh}"
-        self.scopes[-1][name] = unique
-        self.types[unique] = kind
-        self.rows[unique] = self.program.registers.get(kind, 0)
-        self.program.registers[kind] = self.rows[unique] + 1
+        row = self.program.registers.get(kind, 0)
+        self.program.registers[kind] = row + 1
+        self.scopes[-1].names[name] = Register(unique, kind, row)
 
     def _variable(self, text: str) -> None:
         found = _DECLARED.match(text)
         assert found, text
         self.fresh += len(self.scopes) > 1
         name = found["name"] if len(self.scopes) == 1 else f"{found['name']}@{self.fresh}"
-        self.scopes[-1][found["name"]] = name
+        self.scopes[-1].names[found["name"]] = Symbol(name)
         _declare(text, self.program, name)
 
     def _instruction(self, text: str, line: int, span: tuple[int, int]) -> None:
@@ -218,6 +218,9 @@ class _Body:
         )
 
     def _operand(self, text: str) -> Operand:
+        for scope in reversed(self.scopes):
+            if text in scope.names:
+                return scope.names[text]
         if text.startswith("{"):
             return Vector(tuple(self._operand(item) for item in _split(text[1:-1])))
         if text.startswith("["):
@@ -229,12 +232,6 @@ class _Body:
             return Not(self._operand(text[1:].strip()))
         if text == "_":
             return Sink()
-        for scope in reversed(self.scopes):
-            if text in scope:
-                unique = scope[text]
-                if unique in self.types:
-                    return Register(unique, self.types[unique], self.rows[unique])
-                return Symbol(unique)
         if text.startswith("%"):
             return Special(text)
         if re.match(r"-?\d", text):
@@ -242,7 +239,7 @@ class _Body:
         symbol = re.match(r"([A-Za-z_$][\w$]*)(?:\s*\+\s*(-?\w+))?$", text)
         if not symbol:
             raise ValueError(f"cannot read the operand {text!r}")
-        return Symbol(symbol.group(1), integer(symbol.group(2) or "0"))
+        return Symbol(self._label(symbol.group(1)), integer(symbol.group(2) or "0"))
 
     def _address(self, text: str) -> Address:
         parts = _split(text)
@@ -257,18 +254,7 @@ class _Body:
 
 def _split(text: str) -> list[str]:
     """``text`` at its commas that are not within brackets."""
-    return list(_pieces(text))
-
-
-def _pieces(text: str) -> Iterator[str]:
-    depth, start = 0, 0
-    for place, char in enumerate(text):
-        depth += (char in "{[(") - (char in "}])")
-        if char == "," and depth == 0:
-            yield text[start:place].strip()
-            start = place + 1
-    if text[start:].strip():
-        yield text[start:].strip()
+    return [piece.strip() for piece in _PIECE.findall(text) if piece.strip()]
 
 
 def _link_labels(program: Program) -> None:

@@ -12,6 +12,7 @@ statement for the threads of a mask — ``True`` for all threads of the machine,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,9 +50,10 @@ def instruction(*opcodes: str) -> Callable[[Handler], Handler]:
     return register
 
 
-def handler_of(statement: Instruction) -> Handler | None:
-    """The handler with the longest opcode that ``statement``'s begins with."""
-    parts = [statement.op, *statement.mods]
+@cache
+def handler_of(opcode: str) -> Handler | None:
+    """The handler with the longest opcode that this one begins with."""
+    parts = opcode.split(".")
     for count in range(len(parts), 0, -1):
         found = HANDLERS.get(".".join(parts[:count]))
         if found is not None:
@@ -61,7 +63,7 @@ def handler_of(statement: Instruction) -> Handler | None:
 
 def close(machine: Machine, statement: Instruction) -> Closure:
     """The closure of a statement, its guard included. One that is not understood raises when it is run."""
-    handler = handler_of(statement)
+    handler = handler_of(statement.opcode)
     try:
         if handler is None:
             raise NotImplementedError(f"no instruction {statement.opcode}")

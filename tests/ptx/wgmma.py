@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,12 +114,12 @@ class TensorCores:
         if registers != accumulators or (used and not np.array_equal(values, file[list(registers), part])):
             raise RuntimeError("wgmma uses accumulators that were written without a wgmma.fence since")
 
-    def note(self, warpgroup: int, block: int, offsets: Any) -> None:
-        """Records that the open group reads 16 bytes at each of ``offsets``."""
+    def note(self, warpgroup: int, block: int, grains: Any) -> None:
+        """Records that the open group reads ``grains`` of the block's shared memory."""
         history = self.machine.history
         warps = np.arange(4 * warpgroup, 4 * warpgroup + 4)
         tick = self.committed.get(warpgroup, 0) + 1
-        history.actor_reads(block, offsets, 16, warps, history.tensor_first + warpgroup, tick, "wgmma")
+        history.actor_reads(block, grains, warps, history.tensor_first + warpgroup, tick, "wgmma")
 
     def waited(self, warpgroup: int) -> None:
         """The warpgroup's warps come after all groups that are no longer in flight."""
@@ -158,19 +159,30 @@ def _values(chunks: Any, kind: str) -> Any:
     return values.reshape(bits.shape[0], -1)
 
 
-def _reader(machine: Machine, warpgroup: int, operand: _Operand, descriptor: int, kind: str) -> Any:
-    """A function that reads a matrix (rows, k) when it runs."""
-    block = int(machine.block[warpgroup * _GROUP])
-    offsets = operand.chunks(descriptor)
-    places = machine.shared.places(offsets.ravel(), 16, "wgmma").reshape(offsets.shape)
-    tensor: TensorCores = machine.unit(TensorCores)
-    tensor.note(warpgroup, block, offsets)
+class _Reader:
+    """Reads one operand of a statement, wherever its descriptor points."""
 
-    def read() -> Any:
-        values = _values(machine.shared.views[16][block, places], kind)
-        return values if operand.by_k else values.T
+    def __init__(self, machine: Machine, operand: _Operand, kind: str) -> None:
+        self.machine, self.operand, self.kind = machine, operand, kind
+        self.tensor: TensorCores = machine.unit(TensorCores)
+        # Kernels go round the same few buffers.
+        self.known: dict[int, tuple[Any, Any]] = {}
 
-    return read
+    def issue(self, warpgroup: int, descriptor: int) -> Callable[[], Any]:
+        """Notes the access; a function that reads the matrix (rows, k) when it runs."""
+        machine, block = self.machine, int(self.machine.block[warpgroup * _GROUP])
+        if descriptor not in self.known:
+            offsets = self.operand.chunks(descriptor)
+            places = machine.shared.places(offsets.ravel(), 16, "wgmma").reshape(offsets.shape)
+            self.known[descriptor] = places, machine.history.grains(offsets, 16).ravel()
+        places, grains = self.known[descriptor]
+        self.tensor.note(warpgroup, block, grains)
+
+        def read() -> Any:
+            values = _values(machine.shared.views[16][block, places], self.kind)
+            return values if self.operand.by_k else values.T
+
+        return read
 
 
 @instruction("wgmma.mma_async")
@@ -199,7 +211,8 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
     scale_d = machine.predicate(scale_arg) if isinstance(scale_arg, (Register, Immediate)) else None
     if scale_d is None:
         raise NotImplementedError(statement.opcode)
-    a_operand, b_operand = _Operand(64, k, item, not a_transposed), _Operand(n, k, item, not b_transposed)
+    a_reader = _Reader(machine, _Operand(64, k, item, not a_transposed), a_kind)
+    b_reader = _Reader(machine, _Operand(n, k, item, not b_transposed), b_kind)
     opcode, flops = statement.opcode, 2 * 64 * n * k
 
     def registers_reader(part: slice) -> Any:
@@ -218,18 +231,11 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
         )
         for warpgroup in here.tolist():
             first = warpgroup * _GROUP
-            one = np.broadcast_to(b_descriptor, (machine.threads,))[first]
-            b = _reader(machine, warpgroup, b_operand, int(one), b_kind)
+            b = b_reader.issue(warpgroup, int(np.broadcast_to(b_descriptor, (machine.threads,))[first]))
             if from_registers:
                 a = registers_reader(slice(first, first + _GROUP))
             else:
-                a = _reader(
-                    machine,
-                    warpgroup,
-                    a_operand,
-                    int(np.broadcast_to(a_descriptor, (machine.threads,))[first]),
-                    a_kind,
-                )
+                a = a_reader.issue(warpgroup, int(np.broadcast_to(a_descriptor, (machine.threads,))[first]))
             scale = bool(np.broadcast_to(scale_d(), (machine.threads,))[first])
             work = _Multiply(a, b, scale, scale_a * scale_b, accumulators)
             tensor.check_fence(warpgroup, accumulators, scale)
