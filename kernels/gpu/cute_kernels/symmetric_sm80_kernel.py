@@ -87,68 +87,38 @@ class SymmetricSm80:
         alone = on_diagonal & (one != 0)
 
         base = cute.arch.get_dyn_smem(self.dtype, 1024)
-        address = base.toint()
         stages = self.stage_layout()
         b_offset = Int32(0) if alone else Int32(plan.stages * plan.stage_elements)
         sA = cute.make_tensor(base, stages)
         sB = cute.make_tensor(base + cute.assume(b_offset, divby=plan.stage_elements), stages)
-        into_a = address + 2 * self.first_place(stages)
-        into_b = into_a + 2 * b_offset
-        from_a = self.first_source(a + 2 * a_batch * matrix, a_line, i)
-        from_b = self.first_source(b + 2 * b_batch * matrix, b_line, j)
-
+        into_a = base.toint() + 2 * self.first_place(stages)
+        load_a = self.first_source(a + 2 * a_batch * matrix, a_line, i), a_line, into_a, rows - i, depth
+        load_b = (
+            self.first_source(b + 2 * b_batch * matrix, b_line, j),
+            b_line,
+            into_a + 2 * b_offset,
+            rows - j,
+            depth,
+        )
         for stage in range_constexpr(plan.stages - 1):
-            self.load(from_a, a_line, into_a, stage, rows - i, depth, stage)
+            self.load(stage, stage, *load_a)
             if not alone:
-                self.load(from_b, b_line, into_b, stage, rows - j, depth, stage)
+                self.load(stage, stage, *load_b)
             cute.arch.cp_async_commit_group()
 
         mma = self.mma()
-        part = mma.get_slice(thread)
-        rA = mma.make_fragment_A(part.partition_A(sA[None, None, 0]))
-        rB = mma.make_fragment_B(part.partition_B(sB[None, None, 0]))
         sums = mma.make_fragment_C(mma.partition_shape_C((plan.tile, plan.tile)))
         sums.fill(0.0)
-        matrix_copy = cute.make_copy_atom(
-            warp.LdMatrix8x8x16bOp(transpose=plan.column_major, num_matrices=4), self.dtype
-        )
-        copy_a, copy_b = cute.make_tiled_copy_A(matrix_copy, mma), cute.make_tiled_copy_B(matrix_copy, mma)
-        part_a, part_b = copy_a.get_slice(thread), copy_b.get_slice(thread)
-        stages_a, stages_b = part_a.partition_S(sA), part_b.partition_S(sB)
-        into_ra, into_rb = part_a.retile(rA), part_b.retile(rB)
-
-        blocks, lead = plan.bk // 16, int(plan.ahead)
-        write, read = Int32(plan.stages - 1), Int32(0)
-        if const_expr(plan.ahead):
-            cute.arch.cp_async_wait_group(plan.stages - 2)
-            cute.arch.sync_threads()
-            cute.copy(copy_a, stages_a[None, None, 0, read], into_ra[None, None, 0])
-            cute.copy(copy_b, stages_b[None, None, 0, read], into_rb[None, None, 0])
-        for k in cutlass.range(cute.ceil_div(depth, plan.bk), unroll=1):
-            for kb in range_constexpr(blocks):
-                fetch = (kb + lead) % blocks
-                if const_expr(fetch == 0):
-                    cute.arch.cp_async_wait_group(plan.stages - 2)
-                    cute.arch.sync_threads()
-                cute.copy(copy_a, stages_a[None, None, fetch, read], into_ra[None, None, fetch])
-                cute.copy(copy_b, stages_b[None, None, fetch, read], into_rb[None, None, fetch])
-                if const_expr(fetch == blocks - 1):
-                    read = Int32(0) if read == plan.stages - 1 else read + 1
-                if const_expr(kb == 0):
-                    # Every thread has passed the barrier since it read the stage before this one.
-                    later = k + plan.stages - 1
-                    self.load(from_a, a_line, into_a, write, rows - i, depth, later)
-                    if not alone:
-                        self.load(from_b, b_line, into_b, write, rows - j, depth, later)
-                    cute.arch.cp_async_commit_group()
-                    write = Int32(0) if write == plan.stages - 1 else write + 1
-                cute.gemm(mma, sums, rA[None, None, kb], rB[None, None, kb], sums)
+        if on_diagonal:
+            self.multiply(sums, sA, sB, load_a, load_b, alone, True)
+        else:
+            self.multiply(sums, sA, sB, load_a, load_b, alone, False)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
         size = self.epilogue.size
         c_matrix, out = c + size * c_batch * matrix, d + size * d_batch * matrix
-        places = part.partition_C(cute.make_identity_tensor((plan.tile, plan.tile)))
+        places = mma.get_slice(thread).partition_C(cute.make_identity_tensor((plan.tile, plan.tile)))
         sums.store(alpha * sums.load())
         if c != 0:
             self.epilogue.add_c(sums, places, base, c_matrix, c_line, i, j, rows, beta)
@@ -159,6 +129,61 @@ class SymmetricSm80:
         if not on_diagonal:
             self.epilogue.store_rows(base, out, d_line, i, j, rows)
         self.epilogue.store_columns(base, out, d_line, i, j, rows)
+
+    @cute.jit
+    def multiply(self, sums, sA, sB, load_a, load_b, alone, on_diagonal):
+        """The main loop: sums += A Bᵀ over the whole depth, or, on the diagonal, hardly more than its lower half."""
+        plan, mma, thread = self.plan, self.mma(), cute.arch.thread_idx()[0]
+        part = mma.get_slice(thread)
+        rA = mma.make_fragment_A(part.partition_A(sA[None, None, 0]))
+        rB = mma.make_fragment_B(part.partition_B(sB[None, None, 0]))
+        atom = cute.make_copy_atom(
+            warp.LdMatrix8x8x16bOp(transpose=plan.column_major, num_matrices=4), self.dtype
+        )
+        copy_a, copy_b = cute.make_tiled_copy_A(atom, mma), cute.make_tiled_copy_B(atom, mma)
+        part_a, part_b = copy_a.get_slice(thread), copy_b.get_slice(thread)
+        stages_a, stages_b = part_a.partition_S(sA), part_b.partition_S(sB)
+        into_a, into_b = part_a.retile(rA), part_b.retile(rB)
+
+        blocks, lead = plan.bk // 16, int(plan.ahead)
+        write, read = Int32(plan.stages - 1), Int32(0)
+        if const_expr(plan.ahead):
+            cute.arch.cp_async_wait_group(plan.stages - 2)
+            cute.arch.sync_threads()
+            cute.copy(copy_a, stages_a[None, None, 0, read], into_a[None, None, 0])
+            cute.copy(copy_b, stages_b[None, None, 0, read], into_b[None, None, 0])
+        for k in cutlass.range(cute.ceil_div(load_a[4], plan.bk), unroll=1):
+            for kb in range_constexpr(blocks):
+                fetch = (kb + lead) % blocks
+                if const_expr(fetch == 0):
+                    cute.arch.cp_async_wait_group(plan.stages - 2)
+                    cute.arch.sync_threads()
+                cute.copy(copy_a, stages_a[None, None, fetch, read], into_a[None, None, fetch])
+                cute.copy(copy_b, stages_b[None, None, fetch, read], into_b[None, None, fetch])
+                if const_expr(fetch == blocks - 1):
+                    read = Int32(0) if read == plan.stages - 1 else read + 1
+                if const_expr(kb == 0):
+                    # Every thread has passed the barrier since it read the stage before this one.
+                    later = k + plan.stages - 1
+                    self.load(later, write, *load_a)
+                    if const_expr(on_diagonal):
+                        if not alone:
+                            self.load(later, write, *load_b)
+                    else:
+                        self.load(later, write, *load_b)
+                    cute.arch.cp_async_commit_group()
+                    write = Int32(0) if write == plan.stages - 1 else write + 1
+                if const_expr(on_diagonal):
+                    for m in range_constexpr(cute.size(sums, mode=[1])):
+                        for n in range_constexpr(cute.size(sums, mode=[2])):
+                            # Rows of any warp end before 16 warps_m (m + 1), columns begin with 8 warps_n n.
+                            if const_expr(16 * plan.warps_m * (m + 1) > 8 * plan.warps_n * n):
+                                out = cute.append_ones(sums[None, m, n], up_to_rank=3)
+                                a = cute.append_ones(rA[None, m, kb], up_to_rank=2)
+                                b = cute.append_ones(rB[None, n, kb], up_to_rank=2)
+                                cute.gemm(mma, out, a, b, out)
+                else:
+                    cute.gemm(mma, sums, rA[None, None, kb], rB[None, None, kb], sums)
 
     def mma(self) -> cute.TiledMma:
         """The block's warps side by side over 16 rows and 16 columns each."""
@@ -198,10 +223,11 @@ class SymmetricSm80:
         return matrix + 2 * (Int64(first) * Int64(line_stride) + 8 * vector)
 
     @cute.jit
-    def load(self, source, line_stride, into, stage, rows, depth, step):
+    def load(self, step, stage, source, line_stride, into, rows, depth):
         """Start copying the ``step``-th bk columns of an operand's tile into ``stage``; beyond the depth, zeros.
 
-        Of ``rows`` short of a tile, the missing ones are not read: what they add to is never stored.
+        Of ``rows`` short of a tile, the missing ones are not read, but the last one again: what it adds to is never
+        stored.
         """
         plan = self.plan
         line, vector, lines = self.spot()
