@@ -79,6 +79,8 @@ def trap(machine: Machine, statement: Instruction) -> Closure:
     "fence.mbarrier_init",
     "fence.proxy.alias",
     "fence.proxy.tensormap",
+    "fence.proxy.tensormap::generic",
+    "fence.proxy.async::generic",
     "setmaxnreg",
     "prefetch",
     "prefetchu",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx.memory import Race
-from ptx.syntax import Instruction, Vector
+from ptx.syntax import Immediate, Instruction, Vector, integer
 from ptx.table import Mask
 from ptx.types import bytes_of
 
@@ -233,6 +233,8 @@ def _is_bulk(statement: Instruction) -> bool:
 
 
 def _is_shared(statement: Instruction) -> bool:
+    if statement.op == "cp":
+        return statement.mods[1:2] in (("ca",), ("cg",))
     return statement.op in ("ld", "st") and (
         any(mod.startswith("shared") for mod in statement.mods)
         or not any(mod.split("::")[0] in ("global", "param", "local", "const") for mod in statement.mods)
@@ -240,6 +242,9 @@ def _is_shared(statement: Instruction) -> bool:
 
 
 def _access(statement: Instruction) -> int:
-    """Bytes of a load or store, at most 16."""
+    """Bytes of a load, store or copy, at most 16."""
+    if statement.op == "cp":
+        size = statement.args[2]
+        return integer(size.text) if isinstance(size, Immediate) else 4
     value = statement.args[0 if statement.op == "ld" else 1]
     return min(16, bytes_of(statement.mods[-1]) * (len(value.items) if isinstance(value, Vector) else 1))

@@ -40,6 +40,21 @@ def test_cp_async_fills_with_zeros() -> None:
         assert torch.equal(out, want) and report.loaded[0] == 30 * 16 + 12
 
 
+def test_small_copies_of_neighbouring_threads_do_not_race() -> None:
+    """Threads of two warps copy four bytes each into one line, in turns."""
+    x, out = torch.arange(64.0), torch.zeros(64)
+    body = """
+        mov.u32 %r1, smem; and.b32 %r2, %r0, 31; shl.b32 %r2, %r2, 1; shr.u32 %r3, %r0, 5; add.u32 %r2, %r2, %r3;
+        mul.wide.u32 %rd10, %r2, 4; add.s64 %rd11, %rd0, %rd10; mad.lo.u32 %r3, %r2, 4, %r1;
+        cp.async.ca.shared.global [%r3], [%rd11], 4;
+        cp.async.wait_all; bar.sync 0;
+        and.b32 %r4, %r0, 15; mad.lo.u32 %r3, %r4, 16, %r1; mul.wide.u32 %rd10, %r4, 16; add.s64 %rd12, %rd1, %rd10;
+        ld.shared.v4.f32 {%f1, %f2, %f3, %f4}, [%r3]; st.global.v4.f32 [%rd12], {%f1, %f2, %f3, %f4};
+    """
+    call(body, x, out, threads=64, shared=256)
+    assert torch.equal(out, x)
+
+
 def test_cp_async_does_not_read_what_it_fills() -> None:
     x, out = torch.ones(128)[:100], torch.zeros(128)
     body = (
