@@ -41,13 +41,13 @@ _HELPERS = """
 namespace dmuon {
 // 16 bytes from global to shared memory, of which `elements` exist (none if negative); the rest becomes zero.
 template <class E> __device__ __forceinline__ void copy_in(E *shared, const E *global, int elements) {
-  int bytes = elements <= 0 ? 0 : min(elements * int(sizeof(E)), 16);
+  int bytes = max(0, min(elements, 16 / int(sizeof(E)))) * int(sizeof(E));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(unsigned(__cvta_generic_to_shared(shared))), "l"(global), "r"(bytes) : "memory");
 }
 // The same the other way: 16 bytes at once, or one element at a time at an edge.
 template <class E> __device__ __forceinline__ void copy_out(const E *shared, E *global, int elements) {
-  if (elements * int(sizeof(E)) >= 16) {
+  if (elements >= 16 / int(sizeof(E))) {
     *reinterpret_cast<uint4 *>(global) = *reinterpret_cast<const uint4 *>(shared);
   } else {
     for (int k = 0; k < elements; ++k) global[k] = shared[k];

@@ -137,7 +137,6 @@ def small_gram_ns(
         x_line: T.int64,
         out_batch: T.int64,
         out_line: T.int64,
-        # fmt: off
         a0: T.float32,
         b0: T.float32,
         c0: T.float32,
@@ -162,7 +161,6 @@ def small_gram_ns(
         a7: T.float32,
         b7: T.float32,
         c7: T.float32,
-        # fmt: on
     ):
         with T.Kernel(batch, threads=threads) as matrix:
             x_shape = (batch, columns, rows) if x_by_columns else (batch, rows, columns)
@@ -172,7 +170,6 @@ def small_gram_ns(
                 out_first, out_shape, result, strides=(out_batch * out_lanes, out_line * out_lanes, 1)
             )
             steps = (
-                # fmt: off
                 (a0, b0, c0),
                 (a1, b1, c1),
                 (a2, b2, c2),
@@ -181,7 +178,6 @@ def small_gram_ns(
                 (a5, b5, c5),
                 (a6, b6, c6),
                 (a7, b7, c7),
-                # fmt: on
             )
             parts = [steps[sum(segments[:k]) : sum(segments[: k + 1])] for k in range(len(segments))]
             Qs = [T.alloc_shared((side, side), working) for _ in range(len(segments))]

@@ -20,8 +20,8 @@ from dmuon.kernels.gpu.tilelang_kernels.symmetric import BAND
 
 def build(spec: KernelSpec) -> Binary:
     """Compile the kernel for a spec of :class:`~dmuon.kernels.gpu.tilelang_kernels.symmetric.SymmetricFamily`."""
-    tma = spec.arch == "sm_90a"
-    return compile_tilelang(spec, symmetric(**spec.options, tma=tma))
+    copying = "tma" if spec.arch == "sm_90a" else "cp.async"
+    return compile_tilelang(spec, symmetric(**spec.options, copying=copying))
 
 
 @T.macro
@@ -74,13 +74,14 @@ def symmetric(
     dtype: str,
     out_dtype: str,
     by_columns: bool,
-    tma: bool,
+    copying: str,
 ) -> Any:
     """The kernel as a TileLang function.
 
-    With ``tma``, a warp of its own copies operands and C through tensor maps, and mbarriers pass them to wgmma;
-    without, every thread copies by cp.async and multiplies by mma.sync. Both pipelines are written out: TileLang's own
-    cannot have a depth that varies (cp.async), and may hang when a producer warp lags (TMA).
+    ``copying`` says how. With ``"tma"``, a warp of its own copies operands and C through tensor maps, and mbarriers
+    pass them to wgmma; with ``"cp.async"``, every thread copies, and multiplies by mma.sync. Both pipelines are written
+    out: TileLang's own cannot have a depth that varies (cp.async), and may hang when a producer warp lags (TMA).
+    ``"plain"`` is for TileLang's CPU target, one thread a block: it serves to check tiles and their arithmetic.
     """
     element, result = DTYPES[dtype], DTYPES[out_dtype]
     lanes = LINE_BYTES // ITEM_BYTES[out_dtype]
@@ -88,6 +89,10 @@ def symmetric(
     warps = getattr(T.GemmWarpPolicy, policy)
 
     copy_in, copy_out = copies(threads)
+    tma, plain = copying == "tma", copying == "plain"
+    # TileLang's CPU target knows neither shared memory nor fragments.
+    shared, fragment = ("global", "global") if plain else ("shared.dyn", "local.fragment")
+    parts = operand if plain else (stages, *operand)
 
     @T.macro
     def operand_in(X, matrix, line, step, parts, slot):
@@ -121,6 +126,17 @@ def symmetric(
                 policy=warps,
             )
         T.ptx_wait_group(0)
+
+    @T.macro
+    def multiply_plainly(A, B, matrix, i, j, steps, A_part, B_part, total):
+        for step in T.serial(steps):
+            if by_columns:
+                T.copy(A[matrix, step * block_k, i * tile], A_part)
+                T.copy(B[matrix, step * block_k, j * tile], B_part)
+            else:
+                T.copy(A[matrix, i * tile, step * block_k], A_part)
+                T.copy(B[matrix, j * tile, step * block_k], B_part)
+            T.gemm(A_part, B_part, total, transpose_A=by_columns, transpose_B=not by_columns)
 
     @T.macro
     def fetch(X, matrix, line, step, parts, slot, full):
@@ -178,7 +194,7 @@ def symmetric(
         """A barrier of the threads that compute."""
         if tma:
             T.sync_threads(1, threads)
-        else:
+        elif not plain:
             T.sync_threads()
 
     @T.macro
@@ -186,10 +202,10 @@ def symmetric(
         """The staged tile, once all of it is there, to (row, column) of out in wide accesses."""
         if tma:
             T.fence_proxy_async()
-            meet()
+        meet()
+        if tma or plain:
             T.copy(staged, out[matrix, row, column])
         else:
-            meet()
             copy_out(staged, out, matrix, row, column, tile, tile, lanes)
 
     @T.macro
@@ -198,6 +214,8 @@ def symmetric(
         if beta != 0:
             if tma:
                 T.barrier_wait(staged_full[0], 0)
+            elif plain:
+                T.copy(C[matrix, i * tile, j * tile], staged)
             else:
                 copy_in(C, matrix, i * tile, j * tile, staged, None, tile, tile, lanes)
                 T.ptx_commit_group()
@@ -247,7 +265,7 @@ def symmetric(
         diag: T.float32,
         blocks: T.int32,
     ):
-        with T.Kernel(blocks, threads=threads + 32 if tma else threads) as block:
+        with T.Kernel(blocks, threads=None if plain else threads + 32 * tma) as block:
             shape, square = (batch, depth, rows) if by_columns else (batch, rows, depth), (batch, rows, rows)
             A = T.make_tensor(A_first, shape, element, strides=(a_batch * 8, a_line * 8, 1))
             B = T.make_tensor(B_first, shape, element, strides=(b_batch * 8, b_line * 8, 1))
@@ -258,10 +276,10 @@ def symmetric(
             j = T.alloc_var("int32")
             locate(block, side, matrix, i, j)
             steps = T.ceildiv(depth, block_k)
-            total = T.alloc_fragment((tile, tile), "float32")
-            staged = T.alloc_shared((tile, tile), result)
-            A_parts = T.alloc_shared((stages, *operand), element)
-            B_parts = T.alloc_shared((stages, *operand), element)
+            total = T.alloc_fragment((tile, tile), "float32", scope=fragment)
+            staged = T.alloc_shared((tile, tile), result, scope=shared)
+            A_parts = T.alloc_shared(parts, element, scope=shared)
+            B_parts = T.alloc_shared(parts, element, scope=shared)
             if tma:
                 full = T.alloc_barrier([32] * stages)
                 empty = T.alloc_barrier([threads] * stages)
@@ -275,11 +293,14 @@ def symmetric(
                     consume(steps, A_parts, B_parts, full, empty, total)
                     finish(C, out, matrix, i, j, alpha, beta, diag, total, staged, staged_full)
             else:
-                T.annotate_layout({staged: make_swizzled_layout(staged)})
                 T.clear(total)
-                multiply(A, B, matrix, i, j, steps, A_parts, B_parts, total)
+                if plain:
+                    multiply_plainly(A, B, matrix, i, j, steps, A_parts, B_parts, total)
+                else:
+                    T.annotate_layout({staged: make_swizzled_layout(staged)})
+                    multiply(A, B, matrix, i, j, steps, A_parts, B_parts, total)
                 # Where `staged` lies, operands may have been.
-                T.sync_threads()
+                meet()
                 finish(C, out, matrix, i, j, alpha, beta, diag, total, staged, None)
 
     return dmuon_symmetric
