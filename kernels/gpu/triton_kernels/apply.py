@@ -2,7 +2,7 @@
 
 A configuration has ``block_m`` and ``block_n`` (rows and columns of a result's tile), ``block_k`` (elements of the
 inner dimension per step), ``warps``, ``stages`` (of the copy pipeline) and ``group`` (tile rows of a band that is
-walked column by column, for the L2 cache).
+walked column by column, for the L2 cache). With ``lower`` too, Q is symmetric and read from its lower half alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dmuon.kernels.gpu.triton_kernels.operands import (
     batch_stride,
     check_config,
     check_elementwise,
+    check_lower,
     check_operands,
     check_shared,
     contiguous_rows,
@@ -56,7 +57,8 @@ class ApplyFamily:
     """The kernel in all its configurations; see :class:`~dmuon.kernels.gpu.family.ProductFamily`."""
 
     sources = tuple(
-        f"gpu/triton_kernels/{name}.py" for name in ("apply", "apply_kernel", "operands", "compile")
+        f"gpu/triton_kernels/{name}.py"
+        for name in ("apply", "apply_kernel", "tile_kernel", "operands", "compile")
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
@@ -81,6 +83,8 @@ class ApplyFamily:
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         check_config("apply", ("apply",), FIELDS, op, config)
+        if config.get("lower", False) and config["block_k"] > config["block_m"]:
+            raise ValueError(f"block_k must be at most block_m with lower, got {config['block_k']}")
 
     def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
         self.check(call.op, config)
@@ -90,7 +94,8 @@ class ApplyFamily:
         check_elementwise(operands.values(), _elementwise(config), config)
         block_m, block_n = _blocks(call, config)
         options = {
-            **{name: value for name, value in config.items() if name != "group"},
+            **{name: value for name, value in config.items() if name not in ("group", "lower")},
+            "lower": _lower_operand(call, config),
             "block_m": block_m,
             "block_n": block_n,
             "dtype": call.A.dtype,
@@ -157,6 +162,14 @@ def _operands(call: ProductCall) -> tuple[Matrices, Matrices, Matrices, Matrices
     if contiguous_rows(call.out):
         return call.A, call.B, C, call.out
     return transposed(call.B), transposed(call.A), transposed(C), transposed(call.out)
+
+
+def _lower_operand(call: ProductCall, config: Mapping[str, Any]) -> str:
+    """Which operand of the kernel is Q, if its lower half is to be read alone."""
+    if not config.get("lower", False):
+        return ""
+    check_lower([call.A])
+    return "A" if contiguous_rows(call.out) else "B"
 
 
 def _blocks(call: ProductCall, config: Mapping[str, Any]) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import triton.language as tl
 from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
+from dmuon.kernels.gpu.triton_kernels.tile_kernel import add_product
 
 
 def build(spec: KernelSpec) -> Binary:
@@ -37,7 +38,7 @@ def build(spec: KernelSpec) -> Binary:
         "scalars": "*fp32",
         "group": "i32",
     }
-    names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k")
+    names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k", "lower")
     constexprs = {name.upper(): options[name] for name in names}
     constexprs["QUARTERS"] = options["block_m"] * options["block_n"] >= 4096 * options["warps"]
     return compile_triton(
@@ -79,37 +80,95 @@ def apply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     QUARTERS: tl.constexpr,
+    LOWER: tl.constexpr,
 ):
-    """alpha·A B + beta·C for A (m, depth), B (depth, n); alpha and beta from ``scalars`` unless that is null."""
+    """alpha·A B + beta·C for A (m, depth), B (depth, n); alpha and beta from ``scalars`` unless that is null.
+
+    LOWER names the operand that is symmetric and read from its lower half, if any.
+    """
     high, wide = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = high.to(tl.int64) * wide
     batch = tl.program_id(0) // tiles
     i, j = grouped_tile((tl.program_id(0) - batch * tiles).to(tl.int32), high, wide, group)
-    row, column, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    rows, columns = i * BLOCK_M + row, j * BLOCK_N + column
-
-    # Scalars advance, and 32-bit offsets inside a tile stay: pointers of a whole tile would cost registers.
-    first_a, first_b = (i * BLOCK_M).to(tl.int64), (j * BLOCK_N).to(tl.int64)
-    left = A + batch * batch_a + (first_a * line_a if A_BY_ROWS else first_a)
-    right = B + batch * batch_b + (first_b if B_BY_ROWS else first_b * line_b)
-    inside_left = within(row[:, None], inner[None, :], line_a, A_BY_ROWS)
-    inside_right = within(inner[:, None], column[None, :], line_b, B_BY_ROWS)
+    r, c = i * BLOCK_M, j * BLOCK_N
+    A += batch * batch_a
+    B += batch * batch_b
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, depth, BLOCK_K):
-        a = tl.load(left + inside_left, (rows < m)[:, None] & (inner < depth - k)[None, :], other=0.0)
-        b = tl.load(right + inside_right, (columns < n)[None, :] & (inner < depth - k)[:, None], other=0.0)
-        total = tl.dot(a, b, total)
-        left += BLOCK_K if A_BY_ROWS else BLOCK_K * line_a
-        right += BLOCK_K * line_b if B_BY_ROWS else BLOCK_K
+    if LOWER == "":
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, n, depth, 0, depth, A_BY_ROWS, B_BY_ROWS, BLOCK_K
+        )
+    else:
+        start = r if LOWER == "A" else c
+        end = start + (BLOCK_M if LOWER == "A" else BLOCK_N)
+        stop = tl.minimum(end, depth)
+        total = add_lower(
+            total,
+            A,
+            B,
+            line_a,
+            line_b,
+            r,
+            c,
+            m,
+            n,
+            depth,
+            0,
+            start,
+            A_BY_ROWS,
+            B_BY_ROWS,
+            BLOCK_K,
+            LOWER,
+            "below",
+        )
+        total = add_lower(
+            total,
+            A,
+            B,
+            line_a,
+            line_b,
+            r,
+            c,
+            m,
+            n,
+            depth,
+            start,
+            stop,
+            A_BY_ROWS,
+            B_BY_ROWS,
+            BLOCK_K,
+            LOWER,
+            "across",
+        )
+        total = add_lower(
+            total,
+            A,
+            B,
+            line_a,
+            line_b,
+            r,
+            c,
+            m,
+            n,
+            depth,
+            end,
+            depth,
+            A_BY_ROWS,
+            B_BY_ROWS,
+            BLOCK_K,
+            LOWER,
+            "above",
+        )
 
     on_device = scalars.to(tl.int64) != 0
     alpha = tl.load(scalars, on_device, other=alpha)
     beta = tl.load(scalars + 1, on_device, other=beta)
     C += batch * batch_c
     out += batch * batch_out
+    rows, columns = r + tl.arange(0, BLOCK_M), c + tl.arange(0, BLOCK_N)
     if QUARTERS:
         # A quarter of a wide tile at a time: all of C beside all of the result would be too many registers.
-        quarter = j * BLOCK_N + tl.arange(0, BLOCK_N // 4)
+        quarter = c + tl.arange(0, BLOCK_N // 4)
         left, right = halves(total)
         for half in tl.static_range(2):
             first, second = halves(right if half else left)
@@ -118,6 +177,50 @@ def apply(
             finish(second, rows, at + BLOCK_N // 4, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
     else:
         finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
+
+
+@triton.jit
+def add_lower(
+    total,
+    A,
+    B,
+    line_a,
+    line_b,
+    r,
+    c,
+    m,
+    n,
+    depth,
+    start,
+    stop,
+    A_BY_ROWS: tl.constexpr,
+    B_BY_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LOWER: tl.constexpr,
+    PLACE: tl.constexpr,
+):
+    """:func:`add_product` where the operand LOWER is symmetric and lies at PLACE."""
+    A_PLACE: tl.constexpr = PLACE if LOWER == "A" else ""
+    B_PLACE: tl.constexpr = PLACE if LOWER == "B" else ""
+    return add_product(
+        total,
+        A,
+        B,
+        line_a,
+        line_b,
+        r,
+        c,
+        m,
+        n,
+        depth,
+        start,
+        stop,
+        A_BY_ROWS,
+        B_BY_ROWS,
+        BLOCK_K,
+        A_PLACE,
+        B_PLACE,
+    )
 
 
 @triton.jit
@@ -137,13 +240,6 @@ def finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_
         offsets = rows * line_c + columns if C_BY_ROWS else rows + columns * line_c
         total += beta * tl.load(C + offsets, inside, other=0.0)
     tl.store(out + rows * line_out + columns, total.to(out.dtype.element_ty), inside)
-
-
-@triton.jit
-def within(row, column, line, BY_ROWS: tl.constexpr):
-    """Offsets inside a tile."""
-    line = line.to(tl.int32)
-    return row * line + column if BY_ROWS else row + column * line
 
 
 @triton.jit

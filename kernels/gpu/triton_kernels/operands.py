@@ -97,16 +97,17 @@ def check_config(
     op: str,
     config: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError unless ``config`` has exactly ``fields``, each with one of its values."""
+    """Raise ValueError unless ``config`` has all ``fields``, each with one of its values, and ``lower`` or not."""
     if op not in ops:
         raise ValueError(f"triton's {kernel} kernel computes {' and '.join(ops)}, got op {op!r}")
-    if set(config) != set(fields):
+    if set(config) - {"lower"} != set(fields):
         raise ValueError(
             f"a configuration of triton's {kernel} kernel has {list(fields)}, got {list(config)}"
         )
-    for name, values in fields.items():
-        if type(config[name]) is not type(values[0]) or config[name] not in values:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, values))}, got {config[name]!r}")
+    for name, values in (*fields.items(), ("lower", (False, True))):
+        value = config.get(name, False)
+        if type(value) is not type(values[0]) or value not in values:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, values))}, got {value!r}")
 
 
 def check_shared(needed: int, config: Mapping[str, Any], arch: Arch) -> None:
@@ -142,3 +143,9 @@ def shared_bytes(arch: Arch, stages: int, stage_bytes: int, result_bytes: int) -
 
 _BARRIER_BYTES = 64
 """Room for what Blackwell's tensor cores signal on."""
+
+
+def check_lower(operands: Iterable[Matrices]) -> None:
+    """Raise Unsupported unless all rows are contiguous: read along columns, a lower half would be an upper one."""
+    if not all(contiguous_rows(operand) for operand in operands):
+        raise Unsupported("triton: a symmetric operand that has its lower half alone needs contiguous rows")

@@ -2,7 +2,8 @@
 
 A configuration has ``block`` (the side of a square tile), ``block_k`` (elements of the inner dimension per step),
 ``warps``, ``stages`` (of the copy pipeline) and ``group`` (tile rows of a band that is walked column by column,
-for the L2 cache).
+for the L2 cache). With ``lower`` too, a symmetric operand is read from its lower half alone, and of the result no
+more than the lower half and the tiles on the diagonal are written: for chains of products that all do so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dmuon.kernels.gpu.triton_kernels.operands import (
     batch_stride,
     check_config,
     check_elementwise,
+    check_lower,
     check_operands,
     check_shared,
     contiguous_rows,
@@ -45,7 +47,8 @@ class SymmetricFamily:
     """The kernel in all its configurations; see :class:`~dmuon.kernels.gpu.family.ProductFamily`."""
 
     sources = tuple(
-        f"gpu/triton_kernels/{name}.py" for name in ("symmetric", "symmetric_kernel", "operands", "compile")
+        f"gpu/triton_kernels/{name}.py"
+        for name in ("symmetric", "symmetric_kernel", "tile_kernel", "operands", "compile")
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
@@ -72,6 +75,8 @@ class SymmetricFamily:
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         check_config("symmetric", OPS, FIELDS, op, config)
+        if config.get("lower", False) and config["block_k"] > config["block"]:
+            raise ValueError(f"block_k must be at most block with lower, got {config['block_k']}")
 
     def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
         self.check(call.op, config)
@@ -79,8 +84,14 @@ class SymmetricFamily:
         check_shared(_shared_bytes(config, arch, call.out.item_bytes), config, arch)
         operands = A, B, C, out = _operands(call)
         check_elementwise(operands, _elementwise(config), config)
+        lower = config.get("lower", False)
+        if lower:
+            given = (call.A if call.op != "gram" else None, call.B, call.C, call.out)
+            check_lower(matrices for matrices in given if matrices is not None)
         options = {
-            **{name: value for name, value in config.items() if name != "group"},
+            **{name: value for name, value in config.items() if name not in ("group", "lower")},
+            "read_lower": lower and call.op != "gram",
+            "write_lower": lower,
             "by_rows": contiguous_rows(A),
             "dtype": A.dtype,
             "out_dtype": out.dtype,

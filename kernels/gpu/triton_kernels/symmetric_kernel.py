@@ -1,7 +1,7 @@
 """Device side of :mod:`dmuon.kernels.gpu.triton_kernels.symmetric`. Imports Triton.
 
 One block computes one tile on or below the diagonal of alpha·A Bᵀ + beta·C + diag·I and writes it twice, as it is
-and transposed to its mirror.
+and transposed to its mirror (or once, if only the lower half is wanted).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton.language as tl
 from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
+from dmuon.kernels.gpu.triton_kernels.tile_kernel import add_product
 
 
 def build(spec: KernelSpec) -> Binary:
@@ -31,7 +32,7 @@ def build(spec: KernelSpec) -> Binary:
     }
     constexprs = {
         "BY_ROWS": by_rows,
-        **{name.upper(): options[name] for name in ("block", "block_k")},
+        **{name.upper(): options[name] for name in ("block", "block_k", "read_lower", "write_lower")},
     }
     return compile_triton(
         spec,
@@ -67,33 +68,33 @@ def symmetric(
     BY_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    READ_LOWER: tl.constexpr,
+    WRITE_LOWER: tl.constexpr,
 ):
     side = tl.cdiv(m, BLOCK)
     tiles = side.to(tl.int64) * (side + 1) // 2
     batch = tl.program_id(0) // tiles
-    i, j = lower_tile((tl.program_id(0) - batch * tiles).to(tl.int32), side, group)
-    lines, depth = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
-    rows, columns = i * BLOCK + lines, j * BLOCK + lines
-
-    # Scalars advance, and 32-bit offsets inside a tile stay: pointers of a whole tile would cost registers.
-    if BY_ROWS:
-        left = A + batch * batch_a + (i * BLOCK).to(tl.int64) * line_a
-        right = B + batch * batch_b + (j * BLOCK).to(tl.int64) * line_b
-        inner_left = lines[:, None] * line_a.to(tl.int32) + depth[None, :]
-        inner_right = lines[None, :] * line_b.to(tl.int32) + depth[:, None]
-    else:
-        left = A + batch * batch_a + i * BLOCK
-        right = B + batch * batch_b + j * BLOCK
-        inner_left = lines[:, None] + depth[None, :] * line_a.to(tl.int32)
-        inner_right = lines[None, :] + depth[:, None] * line_b.to(tl.int32)
+    i, j = place_of((tl.program_id(0) - batch * tiles).to(tl.int32), side, group)
+    r, c = i * BLOCK, j * BLOCK
+    A += batch * batch_a
+    B += batch * batch_b
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for k in range(0, n, BLOCK_K):
-        a = tl.load(left + inner_left, (rows < m)[:, None] & (depth < n - k)[None, :], other=0.0)
-        b = tl.load(right + inner_right, (columns < m)[None, :] & (depth < n - k)[:, None], other=0.0)
-        total = tl.dot(a, b, total)
-        left += BLOCK_K if BY_ROWS else BLOCK_K * line_a
-        right += BLOCK_K if BY_ROWS else BLOCK_K * line_b
+    if READ_LOWER:
+        end_r, end_c = r + BLOCK, c + BLOCK
+        total = add_lower(total, A, B, line_a, line_b, r, c, m, 0, c, BLOCK_K, "below", "below")
+        total = add_lower(
+            total, A, B, line_a, line_b, r, c, m, c, tl.minimum(end_c, m), BLOCK_K, "across", "across"
+        )
+        total = add_lower(total, A, B, line_a, line_b, r, c, m, end_c, r, BLOCK_K, "below", "above")
+        if i != j:
+            total = add_lower(
+                total, A, B, line_a, line_b, r, c, m, r, tl.minimum(end_r, m), BLOCK_K, "across", "above"
+            )
+        total = add_lower(total, A, B, line_a, line_b, r, c, m, end_r, m, BLOCK_K, "above", "above")
+    else:
+        total = add_product(total, A, B, line_a, line_b, r, c, m, m, n, 0, n, BY_ROWS, not BY_ROWS, BLOCK_K)
 
+    rows, columns = r + tl.arange(0, BLOCK), c + tl.arange(0, BLOCK)
     total *= alpha
     inside = (rows < m)[:, None] & (columns < m)[None, :]
     if beta != 0:
@@ -105,14 +106,36 @@ def symmetric(
     if i == j:
         # The product of rounded operands need not be symmetric: its lower half is the result.
         tile = tl.where(rows[:, None] >= columns[None, :], tile, tl.trans(tile))
-    else:
+    elif not WRITE_LOWER:
         mirror = columns.to(tl.int64)[:, None] * line_out + rows[None, :]
         tl.store(target + mirror, tl.trans(tile), tl.trans(inside))
     tl.store(target + rows.to(tl.int64)[:, None] * line_out + columns[None, :], tile, inside)
 
 
 @triton.jit
-def lower_tile(index, side, group):
+def add_lower(
+    total,
+    A,
+    B,
+    line_a,
+    line_b,
+    r,
+    c,
+    m,
+    start,
+    stop,
+    BLOCK_K: tl.constexpr,
+    PLACE_A: tl.constexpr,
+    PLACE_B: tl.constexpr,
+):
+    """total + some columns' part of A B, both of which are symmetric and read from their lower halves."""
+    return add_product(
+        total, A, B, line_a, line_b, r, c, m, m, m, start, stop, True, True, BLOCK_K, PLACE_A, PLACE_B
+    )
+
+
+@triton.jit
+def place_of(index, side, group):
     """Row and column of tile ``index`` among those on and below the diagonal of ``side`` tiles a side.
 
     Bands of group tile rows, top to bottom, and column by column in a band: blocks that run at the same time

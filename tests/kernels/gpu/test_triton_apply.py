@@ -147,6 +147,21 @@ def test_what_is_not_finite_spreads() -> None:
     assert report.loaded[2] == 0 and torch.equal(out.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize(("arch", "tall"), [("sm_80", False), ("sm_90a", True)])
+def test_the_lower_half_of_q_is_enough(arch: str, tall: bool) -> None:
+    Q = fill(matrices(1, 136, 136, "bf16"), 1, symmetric=True)
+    X, out = (fill(matrices(1, 136, 72, "bf16", by_columns=tall), seed) for seed in (2, 3))
+    expected = (Q.double() @ X.double()).to(out.dtype)
+    Q[:, torch.ones(136, 136, dtype=torch.bool).triu(1)] = torch.nan
+    for seed in (None, 1):
+        out.fill_(torch.nan)
+        call = call_of("apply", Q, X, None, out, 1.0)
+        execute(APPLY, call, MIDDLE | {"lower": True}, arch, [Q, X, out], seed)
+        assert torch.equal(out, expected)
+    with pytest.raises(Unsupported, match="needs contiguous rows"):
+        APPLY.spec(call_of("apply", Q.mT, X, None, out), MIDDLE | {"lower": True}, ARCHS[arch])
+
+
 def check_mathematics() -> None:
     """To be run where Triton interprets kernels."""
     from dmuon.kernels.gpu.triton_kernels.apply_kernel import apply
@@ -160,7 +175,7 @@ def check_mathematics() -> None:
         call = call_of("apply", Q, X, W, W, 2.0, -3.0)
         options = APPLY.spec(call, SMALL, ARCHS["sm_80"]).options
         names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k")
-        constexprs = {name.upper(): options[name] for name in names} | {"QUARTERS": False}
+        constexprs = {name.upper(): options[name] for name in names} | {"QUARTERS": False, "LOWER": ""}
         binary: Any = None
         interpret(apply, APPLY.launch(call, SMALL, binary, 1), constexprs, Q, X, W)
         assert torch.equal(W.double(), expected)
@@ -216,8 +231,8 @@ def test_hopper_multiplies_by_warpgroup_and_spills_nothing() -> None:
 def test_nothing_is_spilled_in_any_configuration(arch: str) -> None:
     for config in APPLY.configs("apply", 4096, 4096, "bf16", ARCHS[arch]):
         for tall in (False, True):
-            resources_of(config, arch, "fp32", tall=tall)
-            resources_of(config, arch, "bf16", tall=tall)
+            for out_dtype in ("fp32", "bf16") if config["stages"] == 3 else ("fp32",):
+                resources_of(config, arch, out_dtype, tall=tall)
     for config in APPLY.configs("apply", 4095, 4095, "bf16", ARCHS[arch]):
         for tall in (False, True):
             resources_of(config, arch, "fp32", tall=tall, padding=0)
@@ -235,6 +250,8 @@ def test_configurations_offered(arch: str) -> None:
 
 
 def test_what_is_not_served_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="block_k must be at most block_m with lower, got 64"):
+        APPLY.check("apply", SMALL | {"block_k": 64, "lower": True})
     with pytest.raises(ValueError, match=r"block_n must be one of .*, got 48"):
         APPLY.check("apply", SMALL | {"block_n": 48})
     with pytest.raises(ValueError, match="got op 'gram'"):

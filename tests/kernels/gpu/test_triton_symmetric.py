@@ -10,6 +10,7 @@ import torch
 from ptx import Memory, run
 from ptx.mutate import survivors
 from triton_products import (
+    CANARY,
     beyond,
     call_of,
     check_resources,
@@ -211,6 +212,29 @@ def test_tiles_are_exact_up_to_two_to_the_31(group: int) -> None:
         assert (i, j) == (first + expected[0], expected[1])
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_lower_halves_determine_the_lower_half(arch: str) -> None:
+    config, m = MIDDLE | {"lower": True}, 136
+    A, B, C = (fill(matrices(2, m, m, "bf16"), seed, symmetric=True) for seed in (1, 2, 3))
+    expected = (2 * (A.double() @ B.double()) + 3 * C.double()).to(A.dtype).tril()
+    above = torch.ones(m, m, dtype=torch.bool).triu(1)
+    for tensor in (A, B, C):
+        tensor[:, above] = torch.nan
+    out = matrices(2, m, m, "bf16")
+    call = call_of("symmetric_product", A, B, C, out, 2.0, 3.0)
+    for seed in (None, 1):
+        out.fill_(CANARY)
+        report = execute(SYMMETRIC, call, config, arch, [A, B, C, out], seed)
+        assert torch.equal(out.tril(), expected)
+        assert bool((out[:, :64, 64:] == CANARY).all() and (out[:, 64:128, 128:] == CANARY).all())
+    # Three tiles a side, the last of 8 rows: six of nine are written.
+    assert report.stored[3] == 2 * 2 * (64 * 64 * 3 + 8 * 64 * 2 + 8 * 8)
+    X = fill(matrices(2, m, 40, "bf16"), 4)
+    execute(SYMMETRIC, call_of("gram", X, None, None, out.fill_(CANARY), 1.0), config, arch, [X, out], None)
+    assert torch.equal(out.tril(), (X.double() @ X.double().mT).to(out.dtype).tril())
+    assert bool((out[:, :64, 64:] == CANARY).all())
+
+
 def check_mathematics() -> None:
     """To be run where Triton interprets kernels."""
     from dmuon.kernels.gpu.triton_kernels.symmetric_kernel import symmetric
@@ -228,7 +252,10 @@ def check_mathematics() -> None:
         call = call_of(op, A, B, C, out, 2.0, 3.0, -5.0)
         binary: Any = None
         options = SYMMETRIC.spec(call, SMALL, ARCHS["sm_80"]).options
-        constexprs = {name.upper(): options[name] for name in ("by_rows", "block", "block_k")}
+        constexprs = {
+            name.upper(): options[name]
+            for name in ("by_rows", "block", "block_k", "read_lower", "write_lower")
+        }
         tensors = [tensor for tensor in (A, B, C, out) if tensor is not None]
         interpret(symmetric, SYMMETRIC.launch(call, SMALL, binary, 1), constexprs, *tensors)
         product = A.double() @ (A.mT if B is None else B).double()
@@ -281,8 +308,8 @@ def test_hopper_multiplies_by_warpgroup_and_spills_nothing() -> None:
 def test_nothing_is_spilled_in_any_configuration(arch: str) -> None:
     for config in SYMMETRIC.configs("gram", 4096, 4096, "bf16", ARCHS[arch]):
         for by_columns in (False, True):
-            resources_of(config, arch, "fp32", by_columns=by_columns)
-            resources_of(config, arch, "bf16", by_columns=by_columns)
+            for out_dtype in ("fp32", "bf16") if config["stages"] == 3 else ("fp32",):
+                resources_of(config, arch, out_dtype, by_columns=by_columns)
     for config in SYMMETRIC.configs("gram", 4095, 4095, "bf16", ARCHS[arch]):
         for by_columns in (False, True):
             resources_of(config, arch, "fp32", by_columns=by_columns, padding=0)
@@ -302,6 +329,13 @@ def test_configurations_offered(arch: str) -> None:
 
 
 def test_what_is_not_served_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="block_k must be at most block with lower, got 64"):
+        SYMMETRIC.check("gram", SMALL | {"block_k": 64, "lower": True})
+    with pytest.raises(ValueError, match="lower must be one of False, True, got 1"):
+        SYMMETRIC.check("gram", SMALL | {"lower": 1})
+    S = matrices(1, 16, 16, "bf16", by_columns=True)
+    with pytest.raises(Unsupported, match="needs contiguous rows"):
+        SYMMETRIC.spec(call_of("symmetric_product", S, S, None, S), SMALL | {"lower": True}, ARCHS["sm_80"])
     with pytest.raises(ValueError, match=r"block must be one of .*, got 48"):
         SYMMETRIC.check("gram", SMALL | {"block": 48})
     with pytest.raises(ValueError, match=r"has .*'block'.*got \['tile'\]"):

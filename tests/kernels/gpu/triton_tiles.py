@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +13,7 @@ from torch import Tensor
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, i32, pointer
 from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
 from dmuon.kernels.gpu.triton_kernels.operands import HIDDEN_ARGS
-from dmuon.kernels.gpu.triton_kernels.symmetric_kernel import lower_tile
+from dmuon.kernels.gpu.triton_kernels.symmetric_kernel import place_of
 
 COUNT = 512
 
@@ -22,7 +21,7 @@ COUNT = 512
 @triton.jit
 def tiles(index, side, group, rows, columns, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
-    i, j = lower_tile(tl.load(index + at), side, group)
+    i, j = place_of(tl.load(index + at), side, group)
     tl.store(rows + at, i)
     tl.store(columns + at, j)
 
