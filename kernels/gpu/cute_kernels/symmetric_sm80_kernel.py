@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warp
 
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
@@ -92,27 +92,26 @@ class SymmetricSm80:
         sA = cute.make_tensor(base, stages)
         sB = cute.make_tensor(base + cute.assume(b_offset, divby=plan.stage_elements), stages)
         into_a = base.toint() + 2 * self.first_place(stages)
-        load_a = self.first_source(a + 2 * a_batch * matrix, a_line, i), a_line, into_a, rows - i, depth
+        load_a = self.first_source(a + 2 * a_batch * matrix, a_line, i), a_line, into_a, rows - i
         load_b = (
             self.first_source(b + 2 * b_batch * matrix, b_line, j),
             b_line,
             into_a + 2 * b_offset,
             rows - j,
-            depth,
         )
         for stage in range_constexpr(plan.stages - 1):
-            self.load(stage, stage, *load_a)
+            self.load(stage, stage, depth, *load_a)
             if not alone:
-                self.load(stage, stage, *load_b)
+                self.load(stage, stage, depth, *load_b)
             cute.arch.cp_async_commit_group()
 
         mma = self.mma()
         sums = mma.make_fragment_C(mma.partition_shape_C((plan.tile, plan.tile)))
         sums.fill(0.0)
         if on_diagonal:
-            self.multiply(sums, sA, sB, load_a, load_b, alone, True)
+            self.multiply(sums, sA, sB, load_a, load_b, depth, alone, True)
         else:
-            self.multiply(sums, sA, sB, load_a, load_b, alone, False)
+            self.multiply(sums, sA, sB, load_a, load_b, depth, Boolean(False), False)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
@@ -131,8 +130,8 @@ class SymmetricSm80:
         self.epilogue.store_columns(base, out, d_line, i, j, rows)
 
     @cute.jit
-    def multiply(self, sums, sA, sB, load_a, load_b, alone, on_diagonal):
-        """The main loop: sums += A Bᵀ over the whole depth, or, on the diagonal, hardly more than its lower half."""
+    def multiply(self, sums, sA, sB, load_a, load_b, depth, alone, on_diagonal):
+        """The main loop: sums += A Bᵀ; on the diagonal hardly more than the lower half, ``alone`` if B is A."""
         plan, mma, thread = self.plan, self.mma(), cute.arch.thread_idx()[0]
         part = mma.get_slice(thread)
         rA = mma.make_fragment_A(part.partition_A(sA[None, None, 0]))
@@ -152,7 +151,7 @@ class SymmetricSm80:
             cute.arch.sync_threads()
             cute.copy(copy_a, stages_a[None, None, 0, read], into_a[None, None, 0])
             cute.copy(copy_b, stages_b[None, None, 0, read], into_b[None, None, 0])
-        for k in cutlass.range(cute.ceil_div(load_a[4], plan.bk), unroll=1):
+        for k in cutlass.range(cute.ceil_div(depth, plan.bk), unroll=1):
             for kb in range_constexpr(blocks):
                 fetch = (kb + lead) % blocks
                 if const_expr(fetch == 0):
@@ -165,25 +164,26 @@ class SymmetricSm80:
                 if const_expr(kb == 0):
                     # Every thread has passed the barrier since it read the stage before this one.
                     later = k + plan.stages - 1
-                    self.load(later, write, *load_a)
-                    if const_expr(on_diagonal):
-                        if not alone:
-                            self.load(later, write, *load_b)
-                    else:
-                        self.load(later, write, *load_b)
+                    self.load(later, write, depth, *load_a)
+                    if not alone:
+                        self.load(later, write, depth, *load_b)
                     cute.arch.cp_async_commit_group()
                     write = Int32(0) if write == plan.stages - 1 else write + 1
                 if const_expr(on_diagonal):
-                    for m in range_constexpr(cute.size(sums, mode=[1])):
-                        for n in range_constexpr(cute.size(sums, mode=[2])):
-                            # Rows of any warp end before 16 warps_m (m + 1), columns begin with 8 warps_n n.
-                            if const_expr(16 * plan.warps_m * (m + 1) > 8 * plan.warps_n * n):
-                                out = cute.append_ones(sums[None, m, n], up_to_rank=3)
-                                a = cute.append_ones(rA[None, m, kb], up_to_rank=2)
-                                b = cute.append_ones(rB[None, n, kb], up_to_rank=2)
-                                cute.gemm(mma, out, a, b, out)
+                    self.multiply_lower(sums, rA[None, None, kb], rB[None, None, kb])
                 else:
                     cute.gemm(mma, sums, rA[None, None, kb], rB[None, None, kb], sums)
+
+    @cute.jit
+    def multiply_lower(self, sums, rA, rB):
+        """sums += A Bᵀ over 16 columns, but for parts that lie above the diagonal in every warp."""
+        for m in range_constexpr(cute.size(sums, mode=[1])):
+            for n in range_constexpr(cute.size(sums, mode=[2])):
+                # The warps' m-th rows end before 16 warps_m (m + 1), their n-th columns begin at 8 warps_n n.
+                if const_expr(16 * self.plan.warps_m * (m + 1) > 8 * self.plan.warps_n * n):
+                    part = cute.append_ones(sums[None, m, n], up_to_rank=3)
+                    a, b = (cute.append_ones(r[None, k], up_to_rank=2) for r, k in ((rA, m), (rB, n)))
+                    cute.gemm(self.mma(), part, a, b, part)
 
     def mma(self) -> cute.TiledMma:
         """The block's warps side by side over 16 rows and 16 columns each."""
@@ -223,7 +223,7 @@ class SymmetricSm80:
         return matrix + 2 * (Int64(first) * Int64(line_stride) + 8 * vector)
 
     @cute.jit
-    def load(self, step, stage, source, line_stride, into, rows, depth):
+    def load(self, step, stage, depth, source, line_stride, into, rows):
         """Start copying the ``step``-th bk columns of an operand's tile into ``stage``; beyond the depth, zeros.
 
         Of ``rows`` short of a tile, the missing ones are not read, but the last one again: what it adds to is never
