@@ -91,6 +91,20 @@ def test_error_stays_within_the_documented_bound(spectrum: str, name: str, preci
         assert torch.linalg.matrix_norm(result, 2) <= peak(coefficients.steps) + 64 * u + 1e-6, label
 
 
+@pytest.mark.case(row="N3")
+@pytest.mark.parametrize("name", SETS)
+def test_equal_rows_round_alike_within_the_documented_bound(name: str) -> None:
+    """Rounding of few distinct rows does not average out; large enough for bf16 products on a CPU too."""
+    coefficients = SETS[name]
+    choice = NSChoice("gram", default_restarts(coefficients, torch.bfloat16))
+    for seed, distinct in ((0, 2), (1, 3), (2, 3), (3, 6)):
+        rows = torch.randn(distinct, 520, generator=torch.Generator().manual_seed(seed))
+        G = rows[torch.arange(260) % distinct]
+        result = run_ns(G, choice, coefficients, torch.bfloat16, torch.empty_like(G))
+        largest = torch.linalg.matrix_norm(result.double(), 2)
+        assert largest <= peak(coefficients.steps) + 128 * ROUNDOFF["bf16"]
+
+
 def test_without_restarts_half_precision_blows_up() -> None:
     """What the restarts are for: rows that are nearly the same, as gradients at initialisation can be."""
     G = 1 + 0.05 * torch.randn(48, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
