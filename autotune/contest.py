@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from dmuon.autotune.search import successive_halving
@@ -256,13 +256,7 @@ class Contest:
         problem, backends = self.problem, entrant.choice.backends
         median = entrant.median_ms
         return Trial(
-            op=problem.op,
-            batch=problem.batch,
-            m=problem.m,
-            n=problem.n,
-            dtype=problem.dtype,
-            device=problem.device,
-            coefficients=problem.coefficients,
+            **asdict(problem),
             backend="+".join(backends),
             config=entrant.choice.to_config(),
             status=entrant.status,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -253,16 +254,7 @@ class Tuner:
 
 def usable_trials(store: Store, problem: Problem, since: float = 0.0) -> tuple[Trial, ...]:
     """The stored trials of exactly ``problem`` that may be used now, not older than ``since``."""
-    found = store.trials(
-        op=problem.op,
-        batch=problem.batch,
-        m=problem.m,
-        n=problem.n,
-        dtype=problem.dtype,
-        device=problem.device,
-        coefficients=problem.coefficients,
-        status="ok",
-    )
+    found = store.trials(**asdict(problem), status="ok")
     return tuple(trial for trial in found if trial.created_at >= since and choice_of(trial) is not None)
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dmuon.autotune import ns_problem
+from dmuon.kernels.choose import Problem
 from dmuon.models import load_shapes, preset_names
 
 LARGEST_PRESET = 2048
@@ -34,6 +36,17 @@ class Shape:
     def __str__(self) -> str:
         matrix = f"{self.rows}×{self.cols}"
         return matrix if self.batch == 1 else f"{self.batch} of {matrix}"
+
+    def problem(self, precision: str, device: str) -> Problem:
+        """What ``gram_ns`` is asked in the comparison."""
+        return ns_problem(
+            self.rows,
+            self.cols,
+            self.batch,
+            device=device,
+            precision=precision,
+            coefficients="keller_jordan",
+        )
 
     def target(self, precision: str, device: str) -> float | None:
         """The speed-up over torch that is due here; ``None`` where none was promised."""

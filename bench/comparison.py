@@ -23,7 +23,6 @@ from peers import (
 from timing import Ratio, interleave, ratio
 from torch import Tensor
 
-from dmuon.autotune import ns_problem
 from dmuon.autotune.describe import choice_text
 from dmuon.kernels import gram_ns
 from dmuon.kernels.choose import current_chooser, heuristic_choice
@@ -142,14 +141,7 @@ def _error(contender: Contender, G: Tensor, steps: Steps, references: dict[Steps
 
 def _choice(shape: Shape, precision: str, device: str) -> str:
     """What ``gram_ns`` ran: the tuned choice, or the heuristics'."""
-    problem = ns_problem(
-        shape.rows,
-        shape.cols,
-        shape.batch,
-        device=device,
-        precision=precision,
-        coefficients="keller_jordan",
-    )
+    problem = shape.problem(precision, device)
     chooser = current_chooser()
     tuned = None if chooser is None else chooser.choose(problem)
     return choice_text(tuned or heuristic_choice(problem)) + ("" if tuned else " (untuned)")

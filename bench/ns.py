@@ -26,7 +26,7 @@ from peers import DTYPES, PEERS, NotAvailable, check_torch_newton_schulz
 from report import as_document, plot, print_table, write_json
 from rich.console import Console
 
-from dmuon.autotune import install, ns_problem, tune
+from dmuon.autotune import install, tune
 from dmuon.kernels.choose import device_key
 from dmuon.tuning_cache import Store
 
@@ -145,18 +145,7 @@ def _tune(
     """Tune into a store of this run's own, and let ``gram_ns`` answer from it."""
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     store = stack.enter_context(Store(Path(folder) / "tuning.db"))
-    problems = [
-        ns_problem(
-            shape.rows,
-            shape.cols,
-            shape.batch,
-            device=device,
-            precision=precision,
-            coefficients="keller_jordan",
-        )
-        for shape in shapes
-        for precision in precisions
-    ]
+    problems = [shape.problem(precision, device) for shape in shapes for precision in precisions]
     console.print(f"tuning {len(problems)} problems for {seconds:g} s …", style="dim")
     report = tune(problems, store=store, budget_s=seconds)
     reached = sum(outcome.status == "tuned" for outcome in report.outcomes)

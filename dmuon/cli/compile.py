@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dmuon.cli.errors import INTERRUPTED, BadInput, bad_input
-from dmuon.cli.options import json_option
+from dmuon.cli.options import coefficients_option, json_option
 
 if TYPE_CHECKING:
     from dmuon.kernels.gpu.arch import Arch
@@ -48,13 +48,7 @@ class PrecisionsType(click.ParamType[tuple[str, ...]]):
     show_default=True,
     help="What the iteration computes in: fp16, bf16, or both with a comma.",
 )
-@click.option(
-    "--coefficients",
-    type=click.Choice(["polar_express", "keller_jordan", "you"]),
-    default="polar_express",
-    show_default=True,
-    help="The polynomials of the iteration.",
-)
+@coefficients_option
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="This backend alone. Repeatable.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilers at a time.  [default: one for each core]")
 @click.option(

@@ -33,6 +33,18 @@ def store_option(command: Command) -> Command:
     return option(command)
 
 
+def coefficients_option(command: Command) -> Command:
+    """``--coefficients NAME``."""
+    option = click.option(
+        "--coefficients",
+        type=click.Choice(["polar_express", "keller_jordan", "you"]),
+        default="polar_express",
+        show_default=True,
+        help="The polynomials of the iteration.",
+    )
+    return option(command)
+
+
 def json_option(command: Command) -> Command:
     """``--json``, passed as ``as_json``."""
     option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dmuon.cli.errors import INTERRUPTED, BadInput, bad_input
-from dmuon.cli.options import PRECISIONS, json_option, open_store, store_option
+from dmuon.cli.options import PRECISIONS, coefficients_option, json_option, open_store, store_option
 
 if TYPE_CHECKING:
     from dmuon.models import ModelShapes
@@ -53,13 +53,7 @@ class BudgetType(click.ParamType[float]):
     show_default=True,
     help="What to compute in; auto is fp32 on a CPU, fp16 on a GPU, as in training.",
 )
-@click.option(
-    "--coefficients",
-    type=click.Choice(["polar_express", "keller_jordan", "you"]),
-    default="polar_express",
-    show_default=True,
-    help="The polynomials of the iteration.",
-)
+@coefficients_option
 @click.option("--budget", type=BudgetType(), default="2m", show_default=True, help="Time to spend, in all.")
 @click.option(
     "--backend", "backends", multiple=True, metavar="NAME", help="Try this backend alone. Repeatable."

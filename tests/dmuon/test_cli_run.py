@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -325,13 +326,7 @@ def made_elsewhere(problem) -> Trial:
 
     choice = NSChoice("standard")
     return Trial(
-        op=problem.op,
-        batch=problem.batch,
-        m=problem.m,
-        n=problem.n,
-        dtype=problem.dtype,
-        device=problem.device,
-        coefficients=problem.coefficients,
+        **asdict(problem),
         backend="torch",
         config=choice.to_config(),
         status="ok",
