@@ -100,7 +100,7 @@ class ApplyFamily:
             "block_n": block_n,
             "dtype": call.A.dtype,
             "out_dtype": call.out.dtype,
-            **{f"{name}_by_rows": contiguous_rows(operands[name]) for name in "abc"},
+            **{f"{name}_rows": contiguous_rows(operands[name]) for name in "abc"},
             **{f"vector_{name}": vectors(operand) for name, operand in operands.items()},
         }
         return KernelSpec("triton", "triton_kernels.apply_kernel", arch.name, options)

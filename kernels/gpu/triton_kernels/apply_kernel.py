@@ -16,9 +16,9 @@ def build(spec: KernelSpec) -> Binary:
     options = spec.options
     vector = {name: options[f"vector_{name}"] for name in ("a", "b", "c", "out")}
     lines = {
-        "a": "depth" if options["a_by_rows"] else "m",
-        "b": "n" if options["b_by_rows"] else "depth",
-        "c": "n" if options["c_by_rows"] else "m",
+        "a": "depth" if options["a_rows"] else "m",
+        "b": "n" if options["b_rows"] else "depth",
+        "c": "n" if options["c_rows"] else "m",
         "out": "n",
     }
     eights = {length for name, length in lines.items() if vector[name]}
@@ -38,7 +38,7 @@ def build(spec: KernelSpec) -> Binary:
         "scalars": "*fp32",
         "group": "i32",
     }
-    names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k", "lower")
+    names = ("a_rows", "b_rows", "c_rows", "block_m", "block_n", "block_k", "lower")
     constexprs = {name.upper(): options[name] for name in names}
     constexprs["QUARTERS"] = options["block_m"] * options["block_n"] >= 4096 * options["warps"]
     return compile_triton(
@@ -73,9 +73,9 @@ def apply(
     beta,
     scalars,
     group,
-    A_BY_ROWS: tl.constexpr,
-    B_BY_ROWS: tl.constexpr,
-    C_BY_ROWS: tl.constexpr,
+    A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    C_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -95,69 +95,28 @@ def apply(
     B += batch * batch_b
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if LOWER == "":
+        total = add_product(total, A, B, line_a, line_b, r, c, m, n, depth, 0, depth, A_ROWS, B_ROWS, BLOCK_K)
+    elif LOWER == "A":
+        end, stop = r + BLOCK_M, tl.minimum(r + BLOCK_M, depth)
         total = add_product(
-            total, A, B, line_a, line_b, r, c, m, n, depth, 0, depth, A_BY_ROWS, B_BY_ROWS, BLOCK_K
+            total, A, B, line_a, line_b, r, c, m, n, depth, 0, r, A_ROWS, B_ROWS, BLOCK_K, "below"
+        )
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, n, depth, r, stop, A_ROWS, B_ROWS, BLOCK_K, "across"
+        )
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, n, depth, end, depth, A_ROWS, B_ROWS, BLOCK_K, "above"
         )
     else:
-        start = r if LOWER == "A" else c
-        end = start + (BLOCK_M if LOWER == "A" else BLOCK_N)
-        stop = tl.minimum(end, depth)
-        total = add_lower(
-            total,
-            A,
-            B,
-            line_a,
-            line_b,
-            r,
-            c,
-            m,
-            n,
-            depth,
-            0,
-            start,
-            A_BY_ROWS,
-            B_BY_ROWS,
-            BLOCK_K,
-            LOWER,
-            "below",
+        end, stop = c + BLOCK_N, tl.minimum(c + BLOCK_N, depth)
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, n, depth, 0, c, A_ROWS, B_ROWS, BLOCK_K, "", "below"
         )
-        total = add_lower(
-            total,
-            A,
-            B,
-            line_a,
-            line_b,
-            r,
-            c,
-            m,
-            n,
-            depth,
-            start,
-            stop,
-            A_BY_ROWS,
-            B_BY_ROWS,
-            BLOCK_K,
-            LOWER,
-            "across",
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, n, depth, c, stop, A_ROWS, B_ROWS, BLOCK_K, "", "across"
         )
-        total = add_lower(
-            total,
-            A,
-            B,
-            line_a,
-            line_b,
-            r,
-            c,
-            m,
-            n,
-            depth,
-            end,
-            depth,
-            A_BY_ROWS,
-            B_BY_ROWS,
-            BLOCK_K,
-            LOWER,
-            "above",
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, n, depth, end, depth, A_ROWS, B_ROWS, BLOCK_K, "", "above"
         )
 
     on_device = scalars.to(tl.int64) != 0
@@ -173,54 +132,10 @@ def apply(
         for half in tl.static_range(2):
             first, second = halves(right if half else left)
             at = quarter + half * (BLOCK_N // 2)
-            finish(first, rows, at, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
-            finish(second, rows, at + BLOCK_N // 4, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
+            finish(first, rows, at, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS)
+            finish(second, rows, at + BLOCK_N // 4, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS)
     else:
-        finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS)
-
-
-@triton.jit
-def add_lower(
-    total,
-    A,
-    B,
-    line_a,
-    line_b,
-    r,
-    c,
-    m,
-    n,
-    depth,
-    start,
-    stop,
-    A_BY_ROWS: tl.constexpr,
-    B_BY_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LOWER: tl.constexpr,
-    PLACE: tl.constexpr,
-):
-    """:func:`add_product` where the operand LOWER is symmetric and lies at PLACE."""
-    A_PLACE: tl.constexpr = PLACE if LOWER == "A" else ""
-    B_PLACE: tl.constexpr = PLACE if LOWER == "B" else ""
-    return add_product(
-        total,
-        A,
-        B,
-        line_a,
-        line_b,
-        r,
-        c,
-        m,
-        n,
-        depth,
-        start,
-        stop,
-        A_BY_ROWS,
-        B_BY_ROWS,
-        BLOCK_K,
-        A_PLACE,
-        B_PLACE,
-    )
+        finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS)
 
 
 @triton.jit
@@ -231,13 +146,13 @@ def halves(tile):
 
 
 @triton.jit
-def finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_BY_ROWS: tl.constexpr):
+def finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS: tl.constexpr):
     """Write alpha·total + beta·C."""
     inside = (rows < m)[:, None] & (columns < n)[None, :]
     rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
     total *= alpha
     if beta != 0:
-        offsets = rows * line_c + columns if C_BY_ROWS else rows + columns * line_c
+        offsets = rows * line_c + columns if C_ROWS else rows + columns * line_c
         total += beta * tl.load(C + offsets, inside, other=0.0)
     tl.store(out + rows * line_out + columns, total.to(out.dtype.element_ty), inside)
 

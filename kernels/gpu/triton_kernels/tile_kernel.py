@@ -20,16 +20,16 @@ def add_product(
     depth,
     start,
     stop,
-    A_BY_ROWS: tl.constexpr,
-    B_BY_ROWS: tl.constexpr,
+    A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PLACE_A: tl.constexpr = "",
     PLACE_B: tl.constexpr = "",
 ):
     """total + the tile at (row, column) of A B for A (m, depth), B (depth, n), by the columns of A from start to stop.
 
-    Lines of an operand, its rows (BY_ROWS) or columns, are contiguous. An operand with a PLACE is symmetric and its
-    lower half alone is read; the columns of A then lie, as seen from the rows (for B: columns) of the tile,
+    An operand's rows (A_ROWS, B_ROWS) are contiguous, or else its columns. One with a PLACE is symmetric, by rows,
+    and its lower half alone is read: as seen from the tile's rows (for B: columns), these columns of A then lie
     "below" the diagonal, "above" it or "across".
     """
     BLOCK_M: tl.constexpr = total.shape[0]
@@ -38,11 +38,11 @@ def add_product(
     STAGES: tl.constexpr = 1 if PLACE_A == "across" or PLACE_B == "across" else None
     for k in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         if PLACE_A == "":
-            a = tile_at(A, line_a, row, k, m, depth, BLOCK_M, BLOCK_K, A_BY_ROWS)
+            a = tile_at(A, line_a, row, k, m, depth, BLOCK_M, BLOCK_K, A_ROWS)
         else:
             a = lower_tile_at(A, line_a, row, k, m, BLOCK_M, BLOCK_K, PLACE_A)
         if PLACE_B == "":
-            b = tile_at(B, line_b, k, column, depth, n, BLOCK_K, BLOCK_N, B_BY_ROWS)
+            b = tile_at(B, line_b, k, column, depth, n, BLOCK_K, BLOCK_N, B_ROWS)
         else:
             b = tl.trans(lower_tile_at(B, line_b, column, k, n, BLOCK_N, BLOCK_K, PLACE_B))
         total = tl.dot(a, b, total)

@@ -174,7 +174,7 @@ def check_mathematics() -> None:
         expected = 2 * (Q.double() @ X.double()) - 3 * W.double()
         call = call_of("apply", Q, X, W, W, 2.0, -3.0)
         options = APPLY.spec(call, SMALL, ARCHS["sm_80"]).options
-        names = ("a_by_rows", "b_by_rows", "c_by_rows", "block_m", "block_n", "block_k")
+        names = ("a_rows", "b_rows", "c_rows", "block_m", "block_n", "block_k")
         constexprs = {name.upper(): options[name] for name in names} | {"QUARTERS": False, "LOWER": ""}
         binary: Any = None
         interpret(apply, APPLY.launch(call, SMALL, binary, 1), constexprs, Q, X, W)
