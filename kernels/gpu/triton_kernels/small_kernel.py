@@ -130,26 +130,30 @@ def _product(A, B, total, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr, ADD: gl.
 
 @gluon.jit
 def _polynomial(
-    R,
-    P,
-    Q,
+    work,
+    Qs,
     columns,
     m,
     zero,
+    SEGMENT: gl.constexpr,
     STEPS: gl.constexpr,
     FIRST: gl.constexpr,
     COUNT: gl.constexpr,
     DEPTH: gl.constexpr,
     WARPGROUP: gl.constexpr,
 ):
-    """Fill Q with the product of COUNT step polynomials of R; a lone step's lacks its a·I, left to whom applies it.
+    """Fill Qs[SEGMENT] with the product of COUNT step polynomials of R; a lone step's lacks its a·I, left to whom
+    applies it.
 
-    R is lost, and P too. ``columns`` holds 0, 1, …, M − 1. ``zero`` is an (M, M) accumulator.
+    ``work`` is R and room for P, and both are lost. ``columns`` holds 0, 1, …, M − 1. ``zero`` is an (M, M)
+    accumulator.
     """
     layout: gl.constexpr = zero.type.layout
     M: gl.constexpr = zero.shape[0]
     for k in gl.static_range(COUNT):
-        last = Q if k == 0 else P
+        first = _zero(m)
+        R, Q = work.index(first), Qs.index(first + SEGMENT)
+        P = Q if k == 0 else work.index(first + 1)
         value = STEPS[3 * (FIRST + k) + 2] * _product(R, R, zero, DEPTH, WARPGROUP)
         value += STEPS[3 * (FIRST + k) + 1] * R.load(layout).to(gl.float32)
         if COUNT > 1:
@@ -157,13 +161,13 @@ def _polynomial(
             j = columns.load(gl.SliceLayout(0, layout))[None, :]
             # Not on the padding, where powers of a could overflow and make NaN of its zeros.
             value += gl.where((i == j) & (i < m), STEPS[3 * (FIRST + k)], 0.0)
-        _write(value, last, WARPGROUP)
+        _write(value, P, WARPGROUP)
         if k > 0:
             # All of P Q, not half: else P and Q would cease to commute. The sum is complete before it is written.
             _write(_product(P, Q, zero, DEPTH, WARPGROUP), Q, WARPGROUP)
         if k < COUNT - 1:
-            _write(_product(R, last, zero, DEPTH, WARPGROUP), R, WARPGROUP)
-            _write(_product(last, R, zero, DEPTH, WARPGROUP), R, WARPGROUP)
+            _write(_product(R, P, zero, DEPTH, WARPGROUP), R, WARPGROUP)
+            _write(_product(P, R, zero, DEPTH, WARPGROUP), R, WARPGROUP)
 
 
 @gluon.jit
@@ -234,7 +238,7 @@ def small_gram_ns(
         Xs = gl.allocate_shared_memory(DTYPE, [M, PANEL], loaded)
         Ys = gl.allocate_shared_memory(DTYPE, [M, PANEL], panel)
         ahead = _read(x_first, x_line, x_m, n, 0, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
-        q_first = _zero(m)
+        first = _zero(m)
         for start in range(0, n, PANEL):
             value = ahead
             ahead = _read(x_first, x_line, x_m, n, start + PANEL, M, PANEL, X_ROW_MAJOR, X_LAYOUT)
@@ -247,7 +251,7 @@ def small_gram_ns(
                 total = gl.zeros((M, PANEL), gl.float32, WIDE)
                 if COUNTS[k] == 1:
                     total = STEPS[3 * FIRSTS[k]] * now.load(WIDE).to(gl.float32)
-                total = _product(Qs.index(q_first + k), now, total, DEPTH, WARPGROUP, COUNTS[k] == 1)
+                total = _product(Qs.index(first + k), now, total, DEPTH, WARPGROUP, COUNTS[k] == 1)
                 if k < SEGMENTS - 1:
                     _write(total, Ys, WARPGROUP)
                     now = Ys
@@ -262,15 +266,14 @@ def small_gram_ns(
                 R = _product(now, now.permute((1, 0)), R, DEPTH, WARPGROUP, True)
         if segment < SEGMENTS:
             work = gl.allocate_shared_memory(DTYPE, [2, M, M], matrix)
-            first = _zero(m)
-            _write(R, work.index(first), WARPGROUP)
+            _write(R, work.index(0), WARPGROUP)
             _polynomial(
-                work.index(first),
-                work.index(first + 1),
-                Qs.index(first + segment),
+                work,
+                Qs,
                 columns.slice(0, M),
                 m,
                 zero,
+                segment,
                 STEPS,
                 FIRSTS[segment],
                 COUNTS[segment],
@@ -305,7 +308,7 @@ def build(spec: KernelSpec) -> Binary:
         "OUT_ROW_MAJOR": options["out_row_major"],
         "M": side,
         "PANEL": panel,
-        "DEPTH": min(side, 32),
+        "DEPTH": min(side, panel, 32),
         "WARPGROUP": warpgroup,
         "SQUARE": _accumulator(side, side, warps, warpgroup),
         "WIDE": _accumulator(side, panel, warps, warpgroup),
