@@ -57,7 +57,7 @@ class SmallGramFamily:
         return [
             choice
             for choice in choices
-            if _divides(side, choice, "fp32")
+            if _divides(side, choice, "fp16")
             and shared_bytes(side, (3,), choice, "fp32", dtype) <= arch.shared_bytes
         ]
 
@@ -127,9 +127,12 @@ def shared_bytes(
 
     Panels are those in flight as given, one in the working precision, one made of it, and one of the result.
     """
-    matrix, strip = 2 * side * side, side * config["panel"]
-    panels = strip * (config["stages"] * ITEM_BYTES[x_dtype] + 2 + 2 + ITEM_BYTES[out_dtype])
-    return len(segments) * matrix + max(2 * matrix, panels) + 1024
+    panel, stages = int(config["panel"]), int(config["stages"])
+    matrix, strip = 2 * side * side, side * panel
+    panels = strip * (stages * ITEM_BYTES[x_dtype] + 2 + 2 + ITEM_BYTES[out_dtype])
+    # TileLang packs buffers with gaps where their sizes are not powers of two.
+    gaps = 2 * strip if side & (side - 1) else 0
+    return len(segments) * matrix + max(2 * matrix, panels) + gaps + 1024
 
 
 def _divides(side: int, config: Mapping[str, Any], *dtypes: str) -> bool:

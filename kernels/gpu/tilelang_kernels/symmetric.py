@@ -130,8 +130,8 @@ SYMMETRIC = SymmetricFamily()
 
 def shared_bytes(config: Mapping[str, Any], out_dtype: str, arch: Arch) -> int:
     """Shared memory of a block: the pipeline's operands, a staged tile (without TMA only after them), barriers."""
-    operands = 2 * config["stages"] * config["tile"] * config["block_k"] * 2
-    staged = config["tile"] ** 2 * ITEM_BYTES[out_dtype]
+    tile, block_k, stages = (int(config[name]) for name in ("tile", "block_k", "stages"))
+    operands, staged = 2 * stages * tile * block_k * 2, tile * tile * ITEM_BYTES[out_dtype]
     return 1024 + (operands + staged if arch.name == "sm_90a" else max(operands, staged))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -243,13 +244,15 @@ def test_mutants_are_noticed(arch: str, kinds: tuple[str, ...], every: int) -> N
 
     def passes(binary: Binary) -> None:
         for seed in (None, 1, 2):
-            # Many steps, so that slots are reused; and one last in the slot where C will be staged.
-            for n in (840, 200):
+            # Slots are reused, the last step's lies where C will be staged, and an odd number of steps also runs what
+            # the compiler's unrolling leaves over.
+            for n in (776, 200):
                 check("gram", arch, MIDDLE, 1, 72, n, added="other", seed=seed, binary=binary)
 
     X, out = matrices(1, 100, 264, "bf16"), matrices(1, 100, 100, "bf16")
     spec = SYMMETRIC.spec(call_of("gram", X, None, out, out, 1.0, 1.0, 0.0), MIDDLE, ARCHS[arch])
     lived = survivors(compiled(spec), passes, *kinds, every=every)
-    print(*lived, sep="\n")
-    # TileLang waits for the copies of C with wait_all, which needs no commit; only the first wgmma needs a fence.
-    assert not [mutant for mutant in lived if mutant.kind not in ("copy commit", "wgmma fence")]
+    # Without effect: the commit of C's copies, for which TileLang waits with wait_all; fences of all but the first
+    # wgmma; and in the unrolled loop's remainder, the giving back of a slot that nobody fills any more.
+    harmless = Counter({"copy commit": 1, "wgmma fence": 2, "wgmma wait": 1, "mbarrier arrive": 1})
+    assert Counter(mutant.kind for mutant in lived) <= harmless, "\n".join(map(str, lived))
