@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.backends.compiled import CompiledBackend
+from dmuon.kernels.choose import Problem
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import KernelSpec
@@ -53,6 +54,17 @@ def specs_ahead(
                 for restarts in forms:
                     for spec in backend.specs(m, n, precision, arch, polynomials.steps, restarts):
                         found[spec] = backend.name
+    return found
+
+
+def specs_of(problems: Sequence[Problem], names: Sequence[str], arch: Arch) -> dict[KernelSpec, str]:
+    """Every kernel that tuning ``problems`` with the backends ``names`` (all, if none) could time."""
+    usable = [each for each in compiling_backends(()) if not names or each.name in names]
+    found: dict[KernelSpec, str] = {}
+    for problem in problems:
+        if problem.dtype in HALF:
+            name = problem.coefficients.partition(":")[0]
+            found |= specs_ahead(usable, [(problem.m, problem.n)], arch, [problem.dtype], name)
     return found
 
 

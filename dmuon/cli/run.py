@@ -12,7 +12,9 @@ from dmuon.cli.errors import INTERRUPTED, BadInput, bad_input
 from dmuon.cli.options import PRECISIONS, coefficients_option, json_option, open_store, store_option
 
 if TYPE_CHECKING:
+    from dmuon.kernels.choose import Problem
     from dmuon.models import ModelShapes
+    from dmuon.tuning_cache import Store
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
@@ -83,7 +85,8 @@ def run(
 
     Every candidate is first checked against the exact result in fp64; then the correct ones race. What is
     found is stored at once and used by DMuon from then on. A second run answers from the store. Ctrl-C keeps
-    what is finished.
+    what is finished. On a GPU, kernels that are not compiled yet are compiled first, on all cores; the budget
+    starts after that.
 
     \b
       dmuon-tune run gpt2
@@ -102,6 +105,10 @@ def run(
         workloads = workloads_of(shapes, _device(device), precision, coefficients)
         store.trials(op="gram_ns", batch=1)  # a file that is no store must show before any work
     interrupted = False
+    try:
+        _compile([workload.problem for workload in workloads], backends, force, store)
+    except KeyboardInterrupt:
+        ctx.exit(INTERRUPTED)
     with Watcher(workloads) as watcher:
         tuner = Tuner(store, force=force, backends=backends or None, progress=watcher)
         try:
@@ -120,6 +127,27 @@ def run(
         ctx.exit(INTERRUPTED)
     if all(outcome.best is None for outcome in tuner.report.outcomes):
         ctx.exit(1)
+
+
+def _compile(problems: list[Problem], backends: tuple[str, ...], force: bool, store: Store) -> None:
+    """On a GPU, compile what will be timed, on all cores and before the budget starts to run."""
+    import torch
+
+    from dmuon.autotune.answers import Answers
+    from dmuon.kernels.gpu.arch import arch_of
+
+    arch = arch_of(torch.device(problems[0].device.split(":")[0]))
+    if arch is None:
+        return
+    from dmuon.cli.ahead import specs_of
+    from dmuon.cli.compile_output import Watcher
+    from dmuon.kernels.gpu.load import compile_all
+
+    known = Answers(store.trials(op="gram_ns", device=problems[0].device))
+    unknown = [problem for problem in problems if force or known.exact(problem) is None]
+    specs = specs_of(unknown, backends, arch)
+    with Watcher(len(specs)) as watcher:
+        compile_all(specs, progress=watcher)
 
 
 def _shapes(model: str | None, shape: str | None, count: int | None) -> ModelShapes:
