@@ -1,0 +1,21 @@
+"""The examples of the pages, one after the other as a reader would type them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/optimizer.md", "docs/policy.md"])
+def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(compile(example, page, "exec"), names)
+    assert examples
