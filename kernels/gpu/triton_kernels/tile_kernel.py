@@ -57,8 +57,8 @@ def tile_at(S, line, row, column, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexp
     # A scalar and 32-bit offsets inside the tile: pointers of a whole tile would cost registers.
     width = line.to(tl.int32)
     if BY_ROWS:
-        return tl.load(S + row.to(tl.int64) * line + column + (rows * width + columns), inside, other=0.0)
-    return tl.load(S + column.to(tl.int64) * line + row + (rows + columns * width), inside, other=0.0)
+        return tl.load(S + row * line + column + (rows * width + columns), inside, other=0.0)
+    return tl.load(S + column * line + row + (rows + columns * width), inside, other=0.0)
 
 
 @triton.jit
