@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from dmuon.kernels.gpu.toolchain import compile_cuda
 
 
 @contextmanager
-def _quiet_import() -> Any:
-    """TileLang's import changes PYTHONPATH, which later child processes would inherit, and makes a folder."""
+def _quiet_import() -> Iterator[None]:
+    """TileLang's import changes PYTHONPATH, which child processes would inherit, and makes a folder at home."""
     path = os.environ.get("PYTHONPATH")
     os.environ.setdefault("TILELANG_CACHE_DIR", str(Path(tempfile.gettempdir(), "dmuon-tilelang")))
-    yield
-    if path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = path
+    try:
+        yield
+    finally:
+        if path is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 with _quiet_import():

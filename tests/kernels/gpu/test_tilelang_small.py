@@ -214,7 +214,7 @@ def test_configurations_can_be_built(arch: Any) -> None:
     for m in (1, 33, 64, 100, 128, 160, 192):
         for config in SMALL.configs(m, 512, "fp16", arch):
             X = torch.empty(1, m, 512)
-            SMALL.spec(call_of(X, X, "fp16", normalize=True, restarts=()), config, ARCHS[arch.name])
+            SMALL.spec(call_of(X, X.half(), "fp16", normalize=True, restarts=()), config, arch)
     assert SMALL.configs(128, 512, "fp16", arch)
 
 
