@@ -7,14 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmuon.muon import Muon as Muon
+    from dmuon.ownership.gradients import clip_grad_norm_ as clip_grad_norm_
+    from dmuon.ownership.gradients import set_requires_gradient_sync as set_requires_gradient_sync
+    from dmuon.ownership.owned import own as own
     from dmuon.policy import MatrixPolicy as MatrixPolicy
     from dmuon.report import describe as describe
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"Muon": "dmuon.muon", "MatrixPolicy": "dmuon.policy", "describe": "dmuon.report"}
+_EXPORTS = {
+    "Muon": "dmuon.muon",
+    "MatrixPolicy": "dmuon.policy",
+    "clip_grad_norm_": "dmuon.ownership.gradients",
+    "describe": "dmuon.report",
+    "own": "dmuon.ownership.owned",
+    "set_requires_gradient_sync": "dmuon.ownership.gradients",
+}
 
-__all__ = ["MatrixPolicy", "Muon", "__version__", "describe"]
+__all__ = [
+    "MatrixPolicy",
+    "Muon",
+    "__version__",
+    "clip_grad_norm_",
+    "describe",
+    "own",
+    "set_requires_gradient_sync",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dmuon.kernels.coefficients import NAMED, Triple, resolve_coefficients
 from dmuon.kernels.precision import PRECISIONS
 from dmuon.policy import Matrix, MatrixPolicy
+from dmuon.shards import local
 from dmuon.slots import slots_of_named
 
 SHARED = ("lr", "weight_decay", "maximize")
@@ -68,6 +69,11 @@ def split_group(
     }
     chosen["adamw"].setdefault("fused", all(_fusible(tensor) for _, tensor in halves["adamw"]))
     groups = []
+    if algorithm and not pairs and "param_names" in group:
+        # What this rank owns may be nothing; the group is there all the same, as on the other ranks.
+        groups.append(
+            {**extras, "params": [], "param_names": [], "algorithm": algorithm, **chosen[algorithm]}
+        )
     for half, members in halves.items():
         params = [tensor if name is None else (name, tensor) for name, tensor in members]
         if params:
@@ -183,6 +189,7 @@ def _adamw_options(options: Mapping[str, Any], defaults: Mapping[str, Any], alon
 
 def _fusible(tensor: Tensor) -> bool:
     # torch's fused kernels walk the memory of a tensor as if it had no gaps.
+    tensor = local(tensor)
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return dense and tensor.device.type in ("cpu", "cuda") and tensor.is_floating_point()
 

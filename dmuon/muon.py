@@ -17,7 +17,9 @@ from dmuon.groups import Matrices, check_options, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.kernels.gram_ns import gram_ns
 from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
+from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy
+from dmuon.shards import local
 from dmuon.slots import slots_of_model
 from dmuon.state import check_loadable
 
@@ -72,7 +74,8 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: AdamW's running-average coefficients.
         adamw_eps: AdamW's term in the denominator.
         adamw_weight_decay: AdamW's weight decay; None for the same as ``weight_decay``.
-        policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
+        policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults. An owned
+            model (:func:`dmuon.own`) has its own.
         autotune: None leaves the process's choice of kernels as it is; ``"cache"``, ``"jit"`` or ``"off"``
             installs that mode of :mod:`dmuon.autotune` for the whole process.
         maximize: ascend instead of descending; the momentum averages the gradient as it is.
@@ -123,12 +126,15 @@ class Muon(torch.optim.Optimizer):
                 "maximize": maximize,
             }
         )
+        if policy is not None and isinstance(model_or_params, nn.Module) and ownership_of(model_or_params):
+            raise ValueError("the policy of an owned model is the one that dmuon.own was given")
         self._policy = policy or MatrixPolicy()
         own = {CUSTOM: adjust_lr} if callable(adjust_lr) else {}
         self._rules: Mapping[str, AdjustRule] = {**RULES, **own}
         check_rule(defaults["adjust_lr"], self._rules)
         self._matrices: dict[Tensor, Matrices] = {}
         self._replays = Replays()
+        self._owned = ownership_of(model_or_params) if isinstance(model_or_params, nn.Module) else None
         if isinstance(model_or_params, nn.Module):
             model_or_params = self._route(model_or_params)
         elif isinstance(model_or_params, (str, Mapping)) or not isinstance(model_or_params, Iterable):
@@ -144,8 +150,13 @@ class Muon(torch.optim.Optimizer):
 
             install(mode=autotune)
 
-    def _route(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+    def _route(self, model: nn.Module) -> Params:
         """The trainable parameters by name, their matrices noted in ``self._matrices``."""
+        if self._owned is not None:
+            from dmuon.ownership.routing import groups_of_owned
+
+            groups, self._matrices = groups_of_owned(model, self._owned)
+            return groups
         parameters = dict(model.named_parameters())
         slots = slots_of_model(model)
         # Frozen ones are routed too, for when they are thawed and added.
@@ -205,6 +216,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._owned is not None:
+            self._owned.finish()
         self._check_gradients()
         updates: list[Update] = []
         for group in self.param_groups:
@@ -214,7 +227,15 @@ class Muon(torch.optim.Optimizer):
                 self._step_adamw(group)
         for batch in batches(updates):
             self._orthogonal_update(batch)
+        if self._owned is not None:
+            self._owned.refresh()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; of an owned model also those that are still under way (then collective)."""
+        if self._owned is not None:
+            self._owned.finish()
+        super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned of an optimizer with the same groups and parameters.
@@ -246,7 +267,7 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._replays = Replays()
+        self._replays, self._owned = Replays(), None
 
     def _check_loadable(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         check_loadable(self, state_dict)
@@ -311,15 +332,15 @@ class Muon(torch.optim.Optimizer):
         states = [self._adamw_state(parameter, group["fused"]) for parameter in parameters]
         if group["fused"]:
             # The fused kernels walk memory: what is laid out otherwise than its parameter would be misread.
-            gradients = [_laid_out_like(parameter, parameter.grad) for parameter in parameters]
+            gradients = [_laid_out_like(p, g) for p, g in zip(parameters, gradients, strict=True)]
             for parameter, state in zip(parameters, states, strict=True):
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = _laid_out_like(parameter, state[key])
         adamw(
-            parameters,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local(parameter) for parameter in parameters],
+            [local(gradient) for gradient in gradients],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=group["fused"] or None,

@@ -1,0 +1,1 @@
+"""One owner for every matrix, beside FSDP2."""

@@ -1,0 +1,160 @@
+"""The owned matrices of one block as one flat buffer that comes and goes as a unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(eq=False)
+class OwnedMatrix:
+    """One owned parameter: where it lies in its bucket and what its owner keeps.
+
+    ``master`` and ``total`` exist on the owner alone. ``unsent`` is this rank's own gradient, ``total`` the mean
+    over all ranks as far as it has arrived; ``arrived`` says that this rank has had a gradient since the last step.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owner: int
+    start: int
+    stop: int
+    view: Tensor
+    absent: Tensor
+    master: nn.Parameter | None = None
+    unsent: Tensor | None = None
+    total: Tensor | None = None
+    arrived: bool = False
+
+    def collect(self) -> None:
+        """Take over the gradient that has just accumulated in the parameter."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            return
+        self.arrived = True
+        if self.unsent is not None:
+            wide = torch.promote_types(self.unsent.dtype, torch.float32)
+            gradient = self.unsent.to(wide).add_(gradient)
+        self.unsent = gradient
+
+
+class Bucket:
+    """The flat buffer of one module's owned matrices, in order of their owners.
+
+    Each parameter shows its part of the buffer while this is published. While it is not, the parameter shows NaN:
+    a weight that is read too early spoils the loss for all to see, where freed memory would crash.
+
+    Args:
+        name: of ``module`` in the model; empty for the model itself.
+        module: calls of it use the matrices.
+        parameters: by full name.
+        owners: the rank that owns each.
+        ranks: how many there are.
+        rank: this one; it makes masters of what it owns.
+        dtype: of the buffer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Mapping[str, int],
+        ranks: int,
+        rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name, self.module = name, module
+        names = sorted(parameters, key=owners.__getitem__)
+        self.sizes = [sum(parameters[n].numel() for n in names if owners[n] == r) for r in range(ranks)]
+        device = next(iter(parameters.values())).device
+        self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
+        self.matrices: list[OwnedMatrix] = []
+        stop = 0
+        for each in names:
+            parameter = parameters[each]
+            start, stop = stop, stop + parameter.numel()
+            view = self.flat[start:stop].view(parameter.shape)
+            absent = torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
+            matrix = OwnedMatrix(each, parameter, owners[each], start, stop, view, absent)
+            if matrix.owner == rank:
+                matrix.master = nn.Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
+            self.matrices.append(matrix)
+        self.free()
+
+    @property
+    def mine(self) -> list[OwnedMatrix]:
+        """The matrices that this rank owns, consecutive in the buffer."""
+        return [matrix for matrix in self.matrices if matrix.master is not None]
+
+    def contains(self, other: Bucket) -> bool:
+        """Whether ``other``'s module is inside this one's."""
+        return not self.name or other.name.startswith(f"{self.name}.")
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Allocate the buffer and write this rank's masters into it. The rest is yet to arrive."""
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        for matrix in self.mine:
+            assert matrix.master is not None
+            matrix.view.copy_(matrix.master)
+
+    def show(self) -> None:
+        """Let the parameters see the buffer."""
+        for matrix in self.matrices:
+            matrix.parameter.data = matrix.view
+
+    def free(self) -> None:
+        """Give the buffer's memory back."""
+        for matrix in self.matrices:
+            matrix.parameter.data = matrix.absent
+        self.flat.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def pack(self, dtype: torch.dtype) -> Tensor:
+        """The gradients that this rank has not sent yet, laid out as the buffer; zero where there are none."""
+        packed = torch.empty(self.flat.numel(), dtype=dtype, device=self.flat.device)
+        for matrix in self.matrices:
+            part = packed[matrix.start : matrix.stop].view(matrix.view.shape)
+            if matrix.unsent is None:
+                part.zero_()
+            else:
+                part.copy_(matrix.unsent)
+            matrix.unsent = None
+        return packed
+
+    @torch.no_grad()
+    def absorb(self, received: Tensor) -> None:
+        """Add the mean of ``received``, (ranks, own size), to the totals of this rank's matrices.
+
+        The sum is in fp32 or wider, whatever the gradients came in.
+        """
+        wide = torch.promote_types(received.dtype, torch.float32)
+        mean = received.sum(0, dtype=wide).div_(len(received))
+        mine = self.mine
+        first = mine[0].start if mine else 0
+        for matrix in mine:
+            part = mean[matrix.start - first : matrix.stop - first].view(matrix.view.shape)
+            matrix.total = part if matrix.total is None else matrix.total.add_(part)
+
+
+def block_of(model: nn.Module, name: str, chosen: Sequence[nn.Module] | None = None) -> str:
+    """The name of the module whose calls publish parameter ``name``; empty for the model itself.
+
+    It is the outermost ancestor among ``chosen``, or else the outermost that is an element of an nn.ModuleList,
+    nn.ModuleDict or nn.Sequential and can be called.
+    """
+    path = name.split(".")[:-1]
+    parent = model
+    for depth, part in enumerate(path, 1):
+        child = parent.get_submodule(part)
+        listed = isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        callable_ = type(child).forward is not nn.Module.forward
+        if any(child is each for each in chosen) if chosen is not None else listed and callable_:
+            return ".".join(path[:depth])
+        parent = child
+    return ""

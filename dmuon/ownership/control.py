@@ -1,0 +1,80 @@
+"""What ranks tell each other beside tensors of the model: small, on the host, rarely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Control:
+    """A gloo group of the mesh's ranks, whatever backend carries the model. Construction is collective.
+
+    Args:
+        ranks: global ranks, in the order of the mesh.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._group = dist.new_group(list(ranks), backend="gloo")
+        self._rank, self._size = dist.get_rank(self._group), len(ranks)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, on every rank."""
+        values: list[Any] = [None] * self._size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's ``value``, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, group_src=0, group=self._group)
+        return values[0]
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The maximum over the ranks, entry by entry."""
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [int(value) for value in tensor]
+
+    def agree(self, facts: dict[str, Any] | Exception) -> None:
+        """Raise on every rank unless all ranks hold equal ``facts``.
+
+        A rank that failed before it knew its facts hands in the exception: the others then raise, too, instead of
+        waiting for it.
+
+        Raises:
+            RuntimeError: ranks differ, or another one failed.
+            Exception: this rank's own.
+        """
+        every = self.gather(_reason(facts) if isinstance(facts, Exception) else facts)
+        if isinstance(facts, Exception):
+            raise facts
+        failed = {rank: text for rank, text in enumerate(every) if isinstance(text, str)}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise RuntimeError(f"dmuon.own failed on rank {rank}: {text}")
+        for rank, other in enumerate(every):
+            for key in (key for key in every[0] if every[0][key] != other[key]):
+                here, there = _difference(every[0][key], other[key])
+                raise RuntimeError(
+                    f"ranks disagree on the {key}: rank 0 has {here}, rank {rank} has {there}. "
+                    "Every rank must build the same model and pass the same arguments to dmuon.own"
+                )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _difference(here: Any, there: Any) -> tuple[Any, Any]:
+    """The first entries that differ where both are lists; else both as they are."""
+    if not (isinstance(here, list) and isinstance(there, list)):
+        return here, there
+    nothing = "nothing"
+    for k in range(max(len(here), len(there))):
+        ours, theirs = (side[k] if k < len(side) else nothing for side in (here, there))
+        if ours != theirs:
+            return ours, theirs
+    return here, there

@@ -1,0 +1,83 @@
+"""Gradient accumulation and clipping for models that dmuon and FSDP2 share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dmuon.ownership.owned import Owned
+from dmuon.ownership.registry import ownership_of
+from dmuon.shards import local
+
+
+def set_requires_gradient_sync(model: nn.Module, flag: bool) -> None:
+    """Whether the backwards that follow reduce gradients, owned and FSDP's alike; else they add up locally.
+
+    Set it to False for all micro-batches of a step but the last, and to True before the last one's forward.
+
+    Raises:
+        ValueError: the model is not owned.
+    """
+    _owned(model).set_requires_gradient_sync(flag)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(flag, recurse=False)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their common norm is at most ``max_norm``. Collective.
+
+    Args:
+        model: owned; its gradients are those of the owners' masters, of FSDP's shards and of the parameters that
+            neither has, which count as equal on all ranks.
+        max_norm: positive.
+
+    Returns:
+        The norm before, an fp64 scalar on the model's device, equal on all ranks. Nothing waits for it.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive, or the model is not owned.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    owned = _owned(model)
+    owned.finish()
+    masters = [master.grad for master in owned.masters.values() if master.grad is not None]
+    rest = [p.grad for p in model.parameters() if p not in owned.params and p.grad is not None]
+    device = next(iter(owned.params)).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in masters:
+        total += _squares(gradient)
+    for gradient in rest:
+        total += _squares(local(gradient)) / _copies(gradient, owned.routes.size)
+    norm = owned.routes.sum(total).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in (*masters, *map(local, rest)):
+        gradient.mul_(factor.to(gradient.dtype))
+    return norm
+
+
+def _owned(model: nn.Module) -> Owned:
+    owned = ownership_of(model)
+    if owned is None:
+        raise ValueError("the model is not owned: call dmuon.own(model, mesh) first")
+    return owned
+
+
+def _copies(gradient: Tensor, ranks: int) -> int:
+    """On how many ranks each element is."""
+    if not isinstance(gradient, DTensor):
+        return ranks
+    sizes = gradient.device_mesh.shape
+    copies = 1
+    for size, placement in zip(sizes, gradient.placements, strict=True):
+        copies *= size if placement.is_replicate() else 1
+    return copies
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm.square()

@@ -1,0 +1,230 @@
+"""Give every matrix of a model one owner: the entry point, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmuon.matrix import Matrix
+from dmuon.names import plural
+from dmuon.ownership.buckets import Bucket, block_of
+from dmuon.ownership.control import Control
+from dmuon.ownership.plan import Plan, given_plan, greedy_plan, matrix_costs
+from dmuon.ownership.publisher import Publisher
+from dmuon.ownership.reducer import Reducer
+from dmuon.ownership.registry import ATTRIBUTE, ownership_of
+from dmuon.ownership.routes import FlatRoutes
+from dmuon.ownership.runtime import Runtime
+from dmuon.policy import MatrixPolicy, Routing
+
+
+def own(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    policy: MatrixPolicy | None = None,
+    plan: Plan | Mapping[str, int | tuple[int, ...]] | None = None,
+    reshard_after_forward: bool = True,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    buckets: Sequence[nn.Module] | None = None,
+) -> Owned:
+    """Give every matrix of ``model`` one owner among the ranks of ``mesh``. Collective; call it before FSDP.
+
+    The owner keeps the matrix, its momentum and its update, whole; the others see a published copy while a block
+    runs. The rest of the model is FSDP2's, to which ``ignored_params`` names what it must leave alone::
+
+        owned = dmuon.own(model, mesh)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, ignored_params=owned.params)
+        fully_shard(model, mesh=mesh, ignored_params=owned.params)
+        optimizer = dmuon.Muon(model)
+
+    All ranks have to run the same blocks in the same order, forwards and backwards, as FSDP wants it, too.
+    Parameters within a block may lack a gradient, on some ranks or on all.
+
+    Args:
+        model: on a device, not wrapped yet. What the owner holds counts; the other ranks' weights are dropped.
+        mesh: one-dimensional, over all processes.
+        policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
+        plan: who owns what, as a :class:`~dmuon.ownership.plan.Plan` or as name → rank; None for the greedy plan
+            by arithmetic operations.
+        reshard_after_forward: free published weights after the forward and publish them again for the backward
+            (ZeRO-3), or keep them until then (ZeRO-2).
+        compute_dtype: of published weights, as FSDP's ``param_dtype``; None for the parameters' own. The owner's
+            masters keep the parameters' dtype.
+        reduce_dtype: of gradients on the wire; None for the gradients' own. They are summed in fp32 or wider.
+        buckets: the modules whose matrices travel together; None for the elements of the outermost
+            ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` around each matrix. What is in none of them
+            travels with the model itself.
+
+    Raises:
+        ValueError: the mesh does not fit the process group, the policy finds no matrix, the plan is for other
+            parameters, or the model is owned, wrapped or on the meta device already. It is raised on the rank
+            that finds it; the others raise a RuntimeError that quotes it.
+        RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
+    """
+    _check_mesh(mesh)
+    control = Control(mesh.mesh.flatten().tolist())
+    policy = policy or MatrixPolicy()
+    routings: list[Routing] = []
+    facts: dict[str, Any] | Exception
+    try:
+        _check_model(model)
+        routings = [routing for routing in policy.route_model(model) if routing.algorithm == "muon"]
+        if not routings:
+            raise ValueError("the policy finds no trainable matrix in the model: there is nothing to own")
+        blocks = {routing.name: block_of(model, routing.name, buckets) for routing in routings}
+        options = (reshard_after_forward, compute_dtype, reduce_dtype)
+        facts = {
+            "parameters": [_fact(model, routing) for routing in routings],
+            "buckets": list(blocks.items()),
+            "options (reshard_after_forward, compute_dtype, reduce_dtype)": options,
+            "plan": None if plan is None else _given(plan, routings, mesh).hash,
+        }
+    except Exception as error:
+        facts = error
+    control.agree(facts)
+    # Computed once, not on every rank: costs may come from what was measured on one machine.
+    chosen = _given(plan, routings, mesh) if plan is not None else _greedy(routings, mesh)
+    chosen = control.from_first(chosen)
+    routes = FlatRoutes(mesh)
+    dtypes = {model.get_parameter(routing.name).dtype for routing in routings}
+    if len(dtypes) > 1 and compute_dtype is None:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(
+            f"the matrices have several dtypes ({names}): say in which to publish by compute_dtype"
+        )
+    dtype = compute_dtype or dtypes.pop()
+    made = [
+        Bucket(
+            block,
+            model.get_submodule(block),
+            {name: model.get_parameter(name) for name in blocks if blocks[name] == block},
+            {name: owner for name, (owner,) in chosen.owners.items()},
+            mesh.size(),
+            routes.rank,
+            dtype,
+        )
+        for block in dict.fromkeys(blocks.values())
+    ]
+    return Owned(
+        model,
+        made,
+        {routing.name: routing.matrices for routing in routings},
+        chosen,
+        policy,
+        routes,
+        control,
+        reshard=reshard_after_forward,
+        reduce_dtype=reduce_dtype or dtype,
+    )
+
+
+class Owned:
+    """The ownership of one model; made by :func:`own`.
+
+    Attributes:
+        params: the parameters that FSDP must ignore.
+        masters: name → weight, of what this rank owns. The optimizer updates these.
+        matrices: name → what Muon orthogonalises in it, of all owned parameters.
+        plan: who owns what.
+        policy: which parameters are matrices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Sequence[Bucket],
+        matrices: Mapping[str, tuple[Matrix, ...]],
+        plan: Plan,
+        policy: MatrixPolicy,
+        routes: FlatRoutes,
+        control: Control,
+        reshard: bool,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.matrices, self.plan, self.policy, self.routes = matrices, plan, policy, routes
+        every = [matrix for bucket in buckets for matrix in bucket.matrices]
+        self.params = {matrix.parameter for matrix in every}
+        masters = {matrix.name: matrix.master for matrix in every if matrix.master is not None}
+        # Registration order, whatever the order in the buckets.
+        self.masters = {name: masters[name] for name in matrices if name in masters}
+        self._publisher = Publisher(buckets, routes, reshard)
+        self._reducer = Reducer(buckets, routes, control, reduce_dtype)
+        self._runtime = Runtime(model, buckets, self._publisher, self._reducer)
+        setattr(model, ATTRIBUTE, self)
+
+    def describe(self) -> str:
+        """Who owns how much, as a table to print."""
+        share = [cost / (sum(self.plan.loads) or 1.0) for cost in self.plan.loads]
+        lines = [
+            f"{plural(len(self.matrices), 'owned parameter', 'owned parameters')} on "
+            f"{plural(self.plan.ranks, 'rank', 'ranks')}, plan {self.plan.hash}: "
+            f"the busiest has {1 + self.plan.gap:.2f} times the least possible"
+        ]
+        for rank in range(self.plan.ranks):
+            names = [name for name, owners in self.plan.owners.items() if rank in owners]
+            lines.append(
+                f"  rank {rank}: {share[rank]:6.1%} in {plural(len(names), 'parameter', 'parameters')}"
+            )
+        return "\n".join(lines)
+
+    def finish(self) -> None:
+        """Bring all gradients to the masters. ``Muon.step`` and ``clip_grad_norm_`` do it. Collective."""
+        self._runtime.finish()
+
+    def refresh(self) -> None:
+        """Publish anew: the masters have changed. ``Muon.step`` does it; do it after you wrote to them. Collective."""
+        self._publisher.refresh()
+
+    def set_requires_gradient_sync(self, flag: bool) -> None:
+        """Whether backwards reduce the owned gradients, or keep them for a later one that does."""
+        self._reducer.synchronizing = flag
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owned:
+        raise TypeError("an owned model cannot be copied: copy it before dmuon.own")
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh (init_device_mesh makes one), got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(f"mesh has {mesh.size()} ranks, but the process group {dist.get_world_size()}")
+
+
+def _check_model(model: nn.Module) -> None:
+    if ownership_of(model) is not None:
+        raise ValueError("the model is owned already: call dmuon.own once")
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise ValueError(f"parameter {name!r} is sharded already: call dmuon.own before fully_shard")
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: call model.to_empty(device=...) first"
+            )
+        if parameter.grad is not None:
+            raise ValueError(f"parameter {name!r} has a gradient already: call dmuon.own before training")
+
+
+def _fact(model: nn.Module, routing: Routing) -> str:
+    parameter = model.get_parameter(routing.name)
+    matrices = " + ".join(f"{m.batch} x {m.rows} x {m.cols}" for m in routing.matrices)
+    return f"{routing.name} {routing.shape} {parameter.dtype} as {matrices}"
+
+
+def _given(
+    plan: Plan | Mapping[str, int | tuple[int, ...]], routings: Sequence[Routing], mesh: DeviceMesh
+) -> Plan:
+    return given_plan(plan, matrix_costs(routings, mesh.device_type), mesh.size())
+
+
+def _greedy(routings: Sequence[Routing], mesh: DeviceMesh) -> Plan:
+    return greedy_plan(matrix_costs(routings, mesh.device_type), mesh.size())

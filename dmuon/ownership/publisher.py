@@ -1,0 +1,103 @@
+"""When buckets are published and freed.
+
+Every decision here follows from calls of modules and from the backward's arrival at them, which all ranks see in the
+same order; never from whether a gradient came, which they do not. So all ranks publish alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dmuon.ownership.buckets import Bucket
+from dmuon.ownership.routes import FlatRoutes, Transfer
+
+
+class Publisher:
+    """Keeps the published copies of ``buckets``.
+
+    Args:
+        buckets: in the order of registration.
+        routes: how they travel.
+        reshard: free a bucket after its forward and publish it again for its backward.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], routes: FlatRoutes, reshard: bool) -> None:
+        self._buckets, self._routes, self._reshard = buckets, routes, reshard
+        self._under_way: dict[int, Transfer] = {}
+        self._shown: set[int] = set()
+        # The order of use: by registration until the first forward has shown it.
+        self._order = list(range(len(buckets)))
+        self._seen: list[int] | None = []
+
+    def before_forward(self, index: int, recomputing: bool) -> None:
+        """Bucket ``index`` is about to be used; in a recomputation the backward prefetches, not this."""
+        if self._seen is not None and index not in self._seen:
+            self._seen.append(index)
+        self._show(index)
+        if not recomputing:
+            self._publish_neighbour(index, 1)
+
+    def after_forward(self, index: int, kept: bool) -> None:
+        """Bucket ``index`` has been used; ``kept`` if a backward is to follow.
+
+        The last one and the model's own are then needed first.
+        """
+        needed_at_once = kept and (index == self._order[-1] or not self._buckets[index].name)
+        if self._reshard and not needed_at_once:
+            self._free(index)
+
+    def before_backward(self, index: int) -> None:
+        """The backward has come to bucket ``index``, and is done with those after it."""
+        self._settle_order()
+        for later in self.after(index):
+            self._free(later)
+        self._show(index)
+        self._publish_neighbour(index, -1)
+
+    def after(self, index: int) -> list[int]:
+        """The buckets that come after ``index`` and do not contain it."""
+        later = self._order[self._order.index(index) + 1 :]
+        return [other for other in later if not self._buckets[other].contains(self._buckets[index])]
+
+    def refresh(self) -> None:
+        """Free everything, for the masters have changed, and start to publish what is needed first."""
+        self._settle_order()
+        self.free_all()
+        self._publish(self._order[0])
+
+    def free_all(self) -> None:
+        """Free everything."""
+        for index in range(len(self._buckets)):
+            self._free(index)
+
+    def _settle_order(self) -> None:
+        if self._seen:
+            self._order = [*self._seen, *(k for k in self._order if k not in self._seen)]
+            self._seen = None
+
+    def _publish_neighbour(self, index: int, distance: int) -> None:
+        place = self._order.index(index) + distance
+        if 0 <= place < len(self._order):
+            self._publish(self._order[place])
+
+    def _publish(self, index: int) -> None:
+        if index in self._shown or index in self._under_way:
+            return
+        bucket = self._buckets[index]
+        bucket.load()
+        self._under_way[index] = self._routes.publish(bucket.flat, bucket.sizes)
+
+    def _show(self, index: int) -> None:
+        self._publish(index)
+        if index in self._under_way:
+            self._under_way.pop(index).wait()
+            self._buckets[index].show()
+            self._shown.add(index)
+
+    def _free(self, index: int) -> None:
+        if index in self._under_way:
+            self._under_way.pop(index).wait()
+        elif index not in self._shown:
+            return
+        self._shown.discard(index)
+        self._buckets[index].free()
