@@ -235,6 +235,20 @@ def test_lower_halves_determine_the_lower_half(arch: str) -> None:
     assert bool((out[:, :64, 64:] == CANARY).all())
 
 
+@pytest.mark.slow
+def test_offsets_beyond_two_to_the_31() -> None:
+    # Memory that is never touched costs nothing.
+    far = 2**31 + 64
+    X = fill(torch.empty(far + 4096, dtype=torch.bfloat16).as_strided((2, 40, 24), (far, 64, 1)), 1)
+    out = torch.empty(far + 4096, dtype=torch.bfloat16).as_strided((2, 40, 40), (far, 48, 1))
+    execute(SYMMETRIC, call_of("gram", X, None, None, out, 1.0), SMALL, "sm_80", [X, out], 1)
+    assert torch.equal(out, (X.double() @ X.double().mT).to(out.dtype))
+    X = fill(torch.empty(290 << 23, dtype=torch.bfloat16).as_strided((1, 290, 24), (0, 1 << 23, 1)), 1)
+    out = matrices(1, 290, 290, "bf16")
+    execute(SYMMETRIC, call_of("gram", X, None, None, out, 1.0), SMALL, "sm_80", [X, out], None)
+    assert torch.equal(out, (X.double() @ X.double().mT).to(out.dtype))
+
+
 def check_mathematics() -> None:
     """To be run where Triton interprets kernels."""
     from dmuon.kernels.gpu.triton_kernels.symmetric_kernel import symmetric
