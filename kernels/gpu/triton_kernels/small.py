@@ -62,7 +62,7 @@ class SmallGramFamily:
         side = padded(call.X.rows)
         if config["warps"] not in WARPS[side]:
             raise Unsupported(f"triton: {side} padded rows take {WARPS[side]} warps, got {config['warps']}")
-        panel = min(config["panel"], _widest_panel(call))
+        panel = min(config["panel"], _widest_panel(call, side, config["warps"]))
         needed = shared_bytes(side, call.segments, panel, config["warps"], call.out.dtype)
         if needed > arch.shared_bytes:
             raise Unsupported(
@@ -111,14 +111,14 @@ def shared_bytes(side: int, segments: tuple[int, ...], panel: int, warps: int, o
     return len(segments) * matrix + max(2 * matrix, panels) + 128 * warps
 
 
-def _widest_panel(call: SmallCall) -> int:
-    """The most columns of X at a time that leave the compiler registers enough: single elements take an address
-    each, fp32 twice the room of what it is rounded to."""
-    if call.X.rows <= 64:
-        return 64
+def _widest_panel(call: SmallCall, side: int, warps: int) -> int:
+    """The most columns of X at a time that leave registers enough, by a thread's elements of a panel: single
+    elements take an address each, fp32 twice the room of what it is rounded to, and 128 rows much for R."""
     if not (_aligned(call.X) and _aligned(call.out)):
-        return 16
-    return 32 if call.X.dtype == "fp32" else 64
+        elements = 16
+    else:
+        elements = 32 if call.X.dtype == "fp32" or side < 128 else 64
+    return elements * 32 * warps // side // (2 if side == 128 else 1)
 
 
 def _check_call(call: SmallCall) -> None:
