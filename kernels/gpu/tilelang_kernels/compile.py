@@ -53,6 +53,7 @@ template <class E> __device__ __forceinline__ void copy_out(const E *shared, E *
   if (elements >= 16 / int(sizeof(E))) {
     *reinterpret_cast<uint4 *>(global) = *reinterpret_cast<const uint4 *>(shared);
   } else {
+    #pragma unroll 1
     for (int k = 0; k < elements; ++k) global[k] = shared[k];
   }
 }
@@ -64,7 +65,10 @@ __device__ __forceinline__ float fold(float value, const E *global, int elements
   if (elements >= lanes) {
     data = *reinterpret_cast<const uint4 *>(global);
   } else {
-    for (int k = 0; k < elements; ++k) reinterpret_cast<E *>(&data)[k] = global[k];
+    #pragma unroll
+    for (int k = 0; k < lanes; ++k) {
+      if (k < elements) reinterpret_cast<E *>(&data)[k] = global[k];
+    }
   }
   #pragma unroll
   for (int k = 0; k < lanes; ++k) {

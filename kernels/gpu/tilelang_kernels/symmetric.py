@@ -62,8 +62,9 @@ class SymmetricFamily:
             if tile < 2 * max(m, 64)
             for block_k in (32, 64, 128)
             if block_k < 2 * max(inner, 32)
-            for stages in (3, 4, 6)
-            if stages == 3 or stages * block_k <= inner
+            # With two stages, two blocks fit a multiprocessor: one's epilogue overlaps the other's products.
+            for stages in (2, 3, 4, 6)
+            if stages <= 3 or stages * block_k <= inner
         ]
         return [choice for choice in choices if shared_bytes(choice, "fp32", arch) <= arch.shared_bytes]
 
