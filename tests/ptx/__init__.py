@@ -1,7 +1,8 @@
 """A PTX interpreter on numpy: runs what kernels really compile to, on CPU tensors. See README.md."""
 
 from ptx.interpreter import run
-from ptx.memory import Memory, Race
+from ptx.memory import Memory
+from ptx.owners import Race
 from ptx.report import Report
 from ptx.scheduler import Deadlock
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptx.mbarriers import Barriers
 from ptx.operands import GENERIC_PARAM
+from ptx.owners import Who
 from ptx.syntax import Address, Instruction
 from ptx.table import AGAIN, Closure, Mask, instruction
 from ptx.tensors import Tensor, swizzled
@@ -22,6 +24,7 @@ class _Load:
     """A load in flight: into these blocks, at an offset, then arriving at barriers of the same blocks."""
 
     read: Any
+    claim: Any
     swizzle: int
     offset: int
     blocks: list[int]
@@ -36,6 +39,7 @@ class _Store:
     """A store in flight, from a block's shared memory at an offset."""
 
     write: Any
+    claim: Any
     swizzle: int
     offset: int
     block: int
@@ -71,6 +75,9 @@ class Engine:
             barrier.actor = history.load_actor(owner, offset)
             warp = int(machine.warp[load.thread])
             history.load_writes(block, load.offset, load.size, warp, barrier.actor, barrier.phase + 1)
+        first = self.barriers.at(*load.barriers[0])
+        who = machine.who(load.thread)
+        load.claim(replace(who, actor=np.int32(first.actor), tick=np.int32(first.phase + 1)))
         if machine.postponed():
             self.loads.append(load)
             return False
@@ -94,6 +101,7 @@ class Engine:
 
     def store(self, thread: int, store: _Store) -> None:
         self.machine.report.tma_bytes += store.size
+        store.claim(self.machine.who(thread))
         self.groups.setdefault(thread, [[]])[-1].append(store)
         self._note(thread, store.block, self._chunks(store.offset, store.size, store.swizzle, "TMA store"))
         if not self.machine.postponed():
@@ -195,7 +203,6 @@ def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
                 raise RuntimeError(
                     f"a {rank}-dimensional copy of a tensor of {len(source.map.shape)} dimensions"
                 )
-            cluster = machine.cluster_number[lane]
             at = tuple(int(np.broadcast_to(c, (machine.threads,))[lane]) for c in coordinates)
             blocks, places = machine.shared_places(shared(one), one, 16, "TMA")
             block, offset = int(blocks[0]), int(places[0]) * 16
@@ -206,7 +213,8 @@ def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
                 targets = cast.targets(lane, block, int(owners[0]), int(barriers[0]))
                 woke |= engine.load(
                     _Load(
-                        lambda s=source, c=at, k=cluster: s.read(c, k),
+                        lambda s=source, c=at: s.read(c),
+                        lambda who, s=source, c=at: s.claim(c, False, who),
                         source.map.swizzle,
                         offset,
                         *targets,
@@ -219,7 +227,9 @@ def tensor_copy(machine: Machine, statement: Instruction) -> Closure:
                 engine.store(
                     lane,
                     _Store(
-                        lambda v, s=source, c=at, k=cluster: s.write(c, v, reduce, k),
+                        lambda v, s=source, c=at: s.write(c, v, reduce),
+                        # Like atomics, reductions are not watched.
+                        lambda who, s=source, c=at: None if reduce else s.claim(c, True, who),
                         source.map.swizzle,
                         offset,
                         block,
@@ -278,10 +288,11 @@ def bulk_copy(machine: Machine, statement: Instruction) -> Closure:
                 blocks, places = machine.shared_places(source(one), one, 16, "bulk store")
                 line = int(target(one)[0]) + 16 * np.arange(count // 16)
 
-                def write(values: Any, line: Any = line, cluster: Any = machine.cluster_number[lane]) -> None:
-                    machine.memory.store(line, values, 16, "bulk store", cluster)
+                def write(values: Any, line: Any = line) -> None:
+                    machine.memory.store(line, values, 16, "bulk store")
 
-                engine.store(lane, _Store(write, 0, int(places[0]) * 16, int(blocks[0]), count))
+                claim = partial(machine.memory.claim, line, 16, True, "bulk store")
+                engine.store(lane, _Store(write, claim, 0, int(places[0]) * 16, int(blocks[0]), count))
                 continue
             blocks, places = machine.shared_places(target(one), one, 16, "bulk load")
             owners, barriers = engine.barriers.places(barrier(one), one)
@@ -289,15 +300,22 @@ def bulk_copy(machine: Machine, statement: Instruction) -> Closure:
             if spaces[1] == "global":
                 line = int(source(one)[0]) + 16 * np.arange(count // 16)
 
-                def read(line: Any = line, cluster: Any = machine.cluster_number[lane]) -> Any:
-                    return machine.memory.load(line, 16, "bulk load", cluster)
+                def read(line: Any = line) -> Any:
+                    return machine.memory.load(line, 16, "bulk load")
 
+                claim = partial(machine.memory.claim, line, 16, False, "bulk load")
             else:
-                read = _shared_reader(machine, source(one), one, count)
-            woke |= engine.load(_Load(read, 0, int(places[0]) * 16, *targets, count, lane, statement.text))
+                read, claim = _shared_reader(machine, source(one), one, count), partial(_nothing)
+            woke |= engine.load(
+                _Load(read, claim, 0, int(places[0]) * 16, *targets, count, lane, statement.text)
+            )
         return AGAIN if woke else None
 
     return run
+
+
+def _nothing(who: Who) -> None:
+    """The claim of a copy that touches no global memory."""
 
 
 def _shared_reader(machine: Machine, address: Any, lane: Any, count: int) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.memory import Race
+from ptx.owners import Race
 from ptx.syntax import Immediate, Instruction, Vector, integer
 from ptx.table import Mask
 from ptx.types import bytes_of

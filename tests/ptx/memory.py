@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ptx.owners import Owners, Who
 from ptx.types import Array
 
 _UNITS: dict[int, type[np.generic]] = {
@@ -34,54 +35,6 @@ def check_aligned(addresses: NDArray[np.int64], size: int, what: str) -> None:
     if size > 1 and int(np.bitwise_or.reduce(addresses)) & (size - 1):
         bad = int(addresses[(addresses & (size - 1)) != 0][0])
         raise IndexError(f"{what} of {size} bytes at {bad:#x}, which is not a multiple of {size}")
-
-
-class Race(RuntimeError):
-    """Two accesses to the same memory, one of them a write, that nothing orders."""
-
-
-class Owners:
-    """Which clusters have read and written a stretch of global memory during a launch.
-
-    Nothing orders two clusters, so that what one writes no other may touch. Clusters are numbers from 1 on.
-    """
-
-    GRAIN = 2
-    MANY = -1
-
-    def __init__(self, size: int) -> None:
-        self.readers = np.zeros(size // self.GRAIN, np.int32)
-        self.writers = np.zeros(size // self.GRAIN, np.int32)
-
-    def read(self, places: NDArray[np.int64], size: int, cluster: Array) -> None:
-        grains, cluster = self._grains(places, size), np.asarray(cluster)[..., None]
-        self._check(self.writers[grains], cluster, "reads what cluster {} has written")
-        before = self.readers[grains]
-        self.readers[grains] = np.where((before == 0) | (before == cluster), cluster, self.MANY)
-        if cluster.size > 1:
-            # Several clusters may read the same at once.
-            self.readers[grains[(self.readers[grains] != cluster)]] = self.MANY
-
-    def write(self, places: NDArray[np.int64], size: int, cluster: Array) -> None:
-        grains, cluster = self._grains(places, size), np.asarray(cluster)[..., None]
-        self._check(self.writers[grains], cluster, "overwrites what cluster {} has written")
-        self._check(self.readers[grains], cluster, "overwrites what cluster {} has read")
-        self.writers[grains] = cluster
-        if cluster.size > 1:
-            self._check(self.writers[grains], cluster, "writes at the same time as cluster {}")
-
-    def _grains(self, places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-        return places[:, None] * size // self.GRAIN + np.arange(max(1, size // self.GRAIN))
-
-    @staticmethod
-    def _check(found: Array, cluster: Array, text: str) -> None:
-        bad = (found != 0) & (found != cluster)
-        if np.count_nonzero(bad):
-            other = int(found[bad][0])
-            me = int(np.broadcast_to(cluster, bad.shape)[bad][0])
-            # Numbers are shown from 0 on, as the grid has them.
-            name = "another" if other < 0 else str(other - 1)
-            raise Race(f"race: cluster {me - 1} {text.format(name)}, in global memory")
 
 
 @dataclass
@@ -182,17 +135,17 @@ class Memory:
             region.owners = Owners(region.data.size) if races else None
 
     def load(
-        self, addresses: NDArray[np.int64], size: int, what: str = "load", cluster: Array | None = None
+        self, addresses: NDArray[np.int64], size: int, what: str = "load", who: Who | None = None
     ) -> Array:
-        """The items of ``size`` bytes at ``addresses``, read by ``cluster`` (one, or one each)."""
+        """The items of ``size`` bytes at ``addresses``, read by ``who``."""
         if addresses.size == 0:
             return np.empty(0, _UNITS[size])
         check_aligned(addresses, size, what)
         values: Array = np.empty(addresses.size, _UNITS[size])
         for part, region in self._parts(addresses, size, what):
             places = (addresses[part] - region.base) // size
-            if region.owners is not None and cluster is not None:
-                region.owners.read(places, size, _part(cluster, part))
+            if region.owners is not None and who is not None:
+                region.owners.read(places, size, who.part(part))
             self._count(region, addresses[part], size, self.loaded)
             if isinstance(part, slice):
                 return region.views[size][places]
@@ -205,18 +158,26 @@ class Memory:
         values: Array,
         size: int,
         what: str = "store",
-        cluster: Array | None = None,
+        who: Who | None = None,
     ) -> None:
-        """Writes items of ``size`` bytes."""
+        """Writes items of ``size`` bytes, on behalf of ``who``."""
         if addresses.size == 0:
             return
         check_aligned(addresses, size, what)
         for part, region in self._parts(addresses, size, what):
             places = (addresses[part] - region.base) // size
-            if region.owners is not None and cluster is not None:
-                region.owners.write(places, size, _part(cluster, part))
+            if region.owners is not None and who is not None:
+                region.owners.write(places, size, who.part(part))
             region.views[size][places] = values[part]
             self._count(region, addresses[part], size, self.stored)
+
+    def claim(self, addresses: NDArray[np.int64], size: int, stored: bool, what: str, who: Who) -> None:
+        """Notes an access that happens later, without counting it."""
+        check_aligned(addresses, size, what)
+        for part, region in self._parts(addresses, size, what) if addresses.size else ():
+            if region.owners is not None:
+                note = region.owners.write if stored else region.owners.read
+                note((addresses[part] - region.base) // size, size, who.part(part))
 
     def _region(self, addresses: NDArray[np.int64], size: int) -> Region | None:
         """The region that holds all of ``addresses``, if one does."""
@@ -277,10 +238,6 @@ class Memory:
         else:
             for index, low, high in region.tensors:
                 counts[index] += size * int(np.count_nonzero((addresses >= low) & (addresses < high)))
-
-
-def _part(cluster: Array, part: Array | slice) -> Array:
-    return cluster[part] if np.ndim(cluster) else cluster
 
 
 def _bytes_at(address: int, size: int) -> NDArray[np.uint8]:

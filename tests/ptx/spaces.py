@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ptx.history import History
 from ptx.memory import Shared
 from ptx.operands import WINDOW, Operands
+from ptx.owners import Who, everyone
 from ptx.syntax import Instruction
 from ptx.types import UNSIGNED, Array
 
@@ -46,7 +47,7 @@ class Spaces(Operands):
                 self.history.read(blocks, places * size, size, lanes)
             return self.shared.views[size][blocks, places]
         if space in ("global", "const"):
-            return self.memory.load(addresses, size, what, self._cluster(lanes, what))
+            return self.memory.load(addresses, size, what, self._who(lanes, what))
         if space == "local":
             places = self.local.places(addresses & 0xFFFFFFFF, size, what)
             return self.local.views[size][np.arange(self.threads)[lanes], places]
@@ -66,7 +67,7 @@ class Spaces(Operands):
             if not _atomic(what):
                 self.history.write(blocks, places * size, size, lanes)
         elif space == "global":
-            self.memory.store(addresses, values, size, what, self._cluster(lanes, what))
+            self.memory.store(addresses, values, size, what, self._who(lanes, what))
         elif space == "local":
             places = self.local.places(addresses & 0xFFFFFFFF, size, what)
             self.local.views[size][np.arange(self.threads)[lanes], places] = values
@@ -77,9 +78,14 @@ class Spaces(Operands):
         else:
             raise NotImplementedError(f"stores to {space}")
 
-    def _cluster(self, lanes: Any, what: str) -> Any:
+    def _who(self, lanes: Any, what: str) -> Who | None:
         """Who accesses global memory; atomics go unwatched."""
-        return None if _atomic(what) else self.cluster_number[lanes]
+        return None if _atomic(what) else self.who(lanes)
+
+    def who(self, lanes: Any) -> Who:
+        """Threads in the eyes of those who watch global memory."""
+        history = self.history
+        return everyone(self.cluster_number[lanes], self.warp[lanes], history.now, history.known)
 
     def _by_window(self, addresses: NDArray[np.int64], lanes: Any, access: Any) -> Any:
         """``access`` for each window that the generic ``addresses`` lie in."""

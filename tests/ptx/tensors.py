@@ -10,6 +10,7 @@ import numpy as np
 from dmuon.kernels.gpu.binary import TensorMap
 from ptx.floats import decode, encode
 from ptx.memory import Memory
+from ptx.owners import Who
 
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -96,16 +97,16 @@ class Tensor:
         """The index of the part within, in an array of the box (slowest dimension first)."""
         return tuple(slice(low, high) for low, high in zip(box.low[::-1], box.high[::-1], strict=True))
 
-    def read(self, coordinates: tuple[int, ...], cluster: Any) -> Any:
+    def read(self, coordinates: tuple[int, ...]) -> Any:
         """The box as 16-byte chunks; zeros outside of the tensor."""
         values = np.zeros(self.map.box[::-1], self.dtype)
         box = self.clip(coordinates)
         if not box.empty:
-            found = self.memory.load(self.addresses(box), self.item, "TMA load", cluster)
+            found = self.memory.load(self.addresses(box), self.item, "TMA load")
             values[self.part(box)] = found.reshape(values[self.part(box)].shape)
         return values.reshape(-1, 16 // self.item).view(np.complex128)[:, 0]
 
-    def write(self, coordinates: tuple[int, ...], chunks: Any, reduce: str | None, cluster: Any) -> None:
+    def write(self, coordinates: tuple[int, ...], chunks: Any, reduce: str | None) -> None:
         box = self.clip(coordinates)
         if box.empty:
             return
@@ -114,9 +115,15 @@ class Tensor:
         )
         addresses = self.addresses(box)
         if reduce is not None:
-            # Like atomics, reductions are not watched.
-            values, cluster = self._reduced(addresses, values, reduce), None
-        self.memory.store(addresses, values, self.item, "TMA store", cluster)
+            values = self._reduced(addresses, values, reduce)
+        self.memory.store(addresses, values, self.item, "TMA store")
+
+    def claim(self, coordinates: tuple[int, ...], stored: bool, who: Who) -> None:
+        """Notes that the box will be read or written."""
+        box = self.clip(coordinates)
+        if not box.empty:
+            what = "TMA store" if stored else "TMA load"
+            self.memory.claim(self.addresses(box), self.item, stored, what, who)
 
     def _reduced(self, addresses: Any, values: Any, reduce: str) -> Any:
         if reduce != "add":

@@ -302,6 +302,29 @@ def test_races_between_blocks_in_global_memory(statement: str, message: str) -> 
             call(body, out, grid=(2, 1, 1), seed=seed)
 
 
+SHARED_TILE = """
+    mul.wide.u32 %rd10, %r0, 4; xor.b32 %r2, %r0, 32; mul.wide.u32 %rd11, %r2, 4;
+    add.s64 %rd12, %rd0, %rd10; add.s64 %rd13, %rd0, %rd11;
+    ld.global.u32 %r1, [%rd12]; add.u32 %r1, %r1, 1;
+    {0}
+    st.global.u32 [%rd13], %r1;
+    {1}
+    ld.global.u32 %r3, [%rd12];
+"""
+
+
+def test_races_between_warps_in_global_memory() -> None:
+    """An accumulator updated in place, each element written by another warp than read it."""
+    for seed in (None, 0, 1):
+        x = torch.arange(64, dtype=torch.int32)
+        call(SHARED_TILE.format("bar.sync 0;", "bar.sync 0;"), x, threads=64, seed=seed)
+        assert x.tolist() == [1 + (k ^ 32) for k in range(64)]
+        with pytest.raises(Race, match="warp . overwrites what warp . has read" if seed is None else "race"):
+            call(SHARED_TILE.format("", "bar.sync 0;"), x, threads=64, seed=seed)
+        with pytest.raises(Race, match="warp . reads what warp . has written" if seed is None else "race"):
+            call(SHARED_TILE.format("bar.sync 0;", ""), x, threads=64, seed=seed)
+
+
 def test_named_barriers_order_only_those_that_meet() -> None:
     """A producer that only arrives is ordered before a consumer that waits, not the other way round."""
     out = torch.zeros(64, dtype=torch.int32)
