@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ptx.layout import WARP, Layout, Shape
+from ptx.layout import WARP, WARPGROUP, Layout, Shape
 from ptx.memory import Local, Memory, Shared
 from ptx.syntax import (
     Address,
@@ -60,7 +60,7 @@ class Operands(Layout):
     ) -> None:
         # Whole warpgroups where those act together; the threads that are too many never start.
         grouped = any(statement.op == "wgmma" for statement in program.code)
-        super().__init__(shape, grid, 4 * WARP if grouped else WARP)
+        super().__init__(shape, grid, WARPGROUP if grouped else WARP)
         self.program, self.memory, self.params, self.offsets = program, memory, params, offsets
         counts = {**dict.fromkeys(("pred", "b8", "b16", "b32", "b64", "b128"), 0), **program.registers}
         self.files = {

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ptx import Memory, Race
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, f32, i32, i64, pointer
+from dmuon.kernels.gpu.ptx_text import params_of
+from ptx import Memory, Race, run
 from ptx.snippets import call
 
 ADDRESS = "mul.wide.u32 %rd10, %r0, {0}; add.s64 %rd11, %rd0, %rd10; add.s64 %rd12, %rd1, %rd10;"
@@ -226,10 +228,6 @@ def test_compare_and_swap_as_a_lock() -> None:
 
 
 def test_parameters_of_all_sizes_are_read_where_they_lie() -> None:
-    from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, f32, i32, i64, pointer
-    from dmuon.kernels.gpu.ptx_text import params_of
-    from ptx import run
-
     ptx = """
     .version 8.0
     .target sm_80

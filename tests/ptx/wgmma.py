@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx.layout import WARPGROUP
 from ptx.mma import Fragments, decode_pairs, registers_of
 from ptx.syntax import Immediate, Instruction, Register, Vector, integer
 from ptx.table import Closure, Mask, instruction
@@ -17,8 +18,6 @@ from ptx.warp import collective
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
-
-_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class TensorCores:
     def run(self, warpgroup: int, group: list[_Multiply]) -> None:
         """Performs a group's multiplications in order."""
         file = self.machine.files["b32"]
-        part = slice(warpgroup * _GROUP, (warpgroup + 1) * _GROUP)
+        part = slice(warpgroup * WARPGROUP, (warpgroup + 1) * WARPGROUP)
         held: tuple[int, ...] = ()
         total: Any = None
         for work in group:
@@ -108,7 +107,7 @@ class TensorCores:
         """Raise if the accumulators were written by other instructions without a ``wgmma.fence`` since."""
         if warpgroup in self.fenced or any(self.of(warpgroup)):
             return
-        part = slice(warpgroup * _GROUP, (warpgroup + 1) * _GROUP)
+        part = slice(warpgroup * WARPGROUP, (warpgroup + 1) * WARPGROUP)
         registers, values = self.left.get(warpgroup, ((), None))
         file = self.machine.files["b32"]
         if registers != accumulators or (used and not np.array_equal(values, file[list(registers), part])):
@@ -149,7 +148,7 @@ def _take(file: Any, registers: tuple[int, ...], part: slice) -> Any:
 def _put(file: Any, registers: tuple[int, ...], part: slice, matrix: Any) -> None:
     columns = len(registers) // 4
     x = matrix.astype(np.float32).reshape(4, 2, 8, columns, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-    file[list(registers), part] = np.ascontiguousarray(x).reshape(len(registers), _GROUP).view(np.uint32)
+    file[list(registers), part] = np.ascontiguousarray(x).reshape(len(registers), WARPGROUP).view(np.uint32)
 
 
 def _values(chunks: Any, kind: str) -> Any:
@@ -170,7 +169,7 @@ class _Reader:
 
     def issue(self, warpgroup: int, descriptor: int) -> Callable[[], Any]:
         """Notes the access; a function that reads the matrix (rows, k) when it runs."""
-        machine, block = self.machine, int(self.machine.block[warpgroup * _GROUP])
+        machine, block = self.machine, int(self.machine.block[warpgroup * WARPGROUP])
         if descriptor not in self.known:
             offsets = self.operand.chunks(descriptor)
             places = machine.shared.places(offsets.ravel(), 16, "wgmma").reshape(offsets.shape)
@@ -227,13 +226,15 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
 
     def body(mask: Mask) -> None:
         here = (
-            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+            np.arange(machine.threads // WARPGROUP)
+            if mask is True
+            else np.unique(mask.nonzero()[0] // WARPGROUP)
         )
         for warpgroup in here.tolist():
-            first = warpgroup * _GROUP
+            first = warpgroup * WARPGROUP
             b = b_reader.issue(warpgroup, int(np.broadcast_to(b_descriptor, (machine.threads,))[first]))
             if from_registers:
-                a = registers_reader(slice(first, first + _GROUP))
+                a = registers_reader(slice(first, first + WARPGROUP))
             else:
                 a = a_reader.issue(warpgroup, int(np.broadcast_to(a_descriptor, (machine.threads,))[first]))
             scale = bool(np.broadcast_to(scale_d(), (machine.threads,))[first])
@@ -248,7 +249,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
             machine.report.mma[opcode] += 1
             machine.report.flops += flops
 
-    return collective(machine, statement, None, body, _GROUP)
+    return collective(machine, statement, None, body, WARPGROUP)
 
 
 @instruction("wgmma.fence")
@@ -257,11 +258,13 @@ def fence(machine: Machine, statement: Instruction) -> Closure:
 
     def body(mask: Mask) -> None:
         here = (
-            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+            np.arange(machine.threads // WARPGROUP)
+            if mask is True
+            else np.unique(mask.nonzero()[0] // WARPGROUP)
         )
         tensor.fenced.update(here.tolist())
 
-    return collective(machine, statement, None, body, _GROUP)
+    return collective(machine, statement, None, body, WARPGROUP)
 
 
 @instruction("wgmma.commit_group")
@@ -270,13 +273,15 @@ def commit(machine: Machine, statement: Instruction) -> Closure:
 
     def body(mask: Mask) -> None:
         here = (
-            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+            np.arange(machine.threads // WARPGROUP)
+            if mask is True
+            else np.unique(mask.nonzero()[0] // WARPGROUP)
         )
         for warpgroup in here.tolist():
             tensor.of(warpgroup).append([])
             tensor.committed[warpgroup] = tensor.committed.get(warpgroup, 0) + 1
 
-    return collective(machine, statement, None, body, _GROUP)
+    return collective(machine, statement, None, body, WARPGROUP)
 
 
 @instruction("wgmma.wait_group")
@@ -289,7 +294,9 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
 
     def body(mask: Mask) -> None:
         here = (
-            np.arange(machine.threads // _GROUP) if mask is True else np.unique(mask.nonzero()[0] // _GROUP)
+            np.arange(machine.threads // WARPGROUP)
+            if mask is True
+            else np.unique(mask.nonzero()[0] // WARPGROUP)
         )
         for warpgroup in here.tolist():
             groups = tensor.of(warpgroup)
@@ -297,4 +304,4 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
                 tensor.run(warpgroup, groups.pop(0))
             tensor.waited(warpgroup)
 
-    return collective(machine, statement, None, body, _GROUP)
+    return collective(machine, statement, None, body, WARPGROUP)
