@@ -47,9 +47,15 @@ class Plan:
 
     @property
     def ahead(self) -> bool:
-        """Whether operands for the next 16 columns are fetched from shared memory while these are multiplied: not if
-        its registers would cost a resident block."""
-        return self.tile < 128 or self.threads < 256
+        """Whether operands for the next 16 columns are fetched from shared memory while these are multiplied: not for
+        a large tile, whose sums leave too few registers."""
+        return self.tile < 128
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor's registers shall hold at least. Two of eight warps leave too few to finish
+        a large tile in fp32."""
+        return 1 if self.out_dtype == "fp32" else 2
 
     @property
     def stage_elements(self) -> int:

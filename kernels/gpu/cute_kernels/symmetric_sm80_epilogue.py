@@ -19,9 +19,13 @@ TOGETHER = 4
 
 @cute.jit
 def copy_async(into: Int32, source: Int64, size: Int32):
-    """Start copying ``size`` bytes, at most 16, to shared memory; what is missing of 16 becomes zero."""
+    """Start copying ``size`` bytes, at most 16, to shared memory; what is missing of 16 becomes zero.
+
+    The L2 cache fetches all 128 bytes of the line: their neighbours are next.
+    """
     cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[into, source, size]
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[into, source, size],
     )
 
 

@@ -45,12 +45,12 @@ class SymmetricSm80:
 
     @cute.jit
     def __call__(self, longs, ints, floats, stream):
-        # Without a carve-out named, asking for two resident blocks would ask a GPU for its shared memory.
+        # With no carve-out named, asking for two resident blocks would look for a GPU.
         self.kernel(*longs, *ints, *floats).launch(
             grid=[1, 1, 1],
             block=[self.plan.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=self.plan.resident,
             preferred_smem_carveout=100,
         )
 

@@ -202,8 +202,7 @@ def test_matrices_of_a_batch_may_lie_anywhere():
 def test_one_source_serves_every_arch(arch):
     case = Case(SMALL, 40, 40, c="out", arch=arch)
     assert f".target {arch}" in case.binary.ptx
-    if arch == "sm_90a":
-        case.check(1)
+    case.check(1)
 
 
 def test_parameters_are_plain_scalars():
