@@ -12,6 +12,13 @@ from dmuon.ownership.registry import ownership_of
 from dmuon.shards import local
 
 
+def reshard(model: nn.Module) -> None:
+    """Let FSDP's modules show their sharded parameters, which a forward without a backward leaves unsharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_requires_gradient_sync(model: nn.Module, flag: bool) -> None:
     """Whether the backwards that follow reduce gradients, owned and FSDP's alike; else they add up locally.
 
@@ -45,6 +52,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
     owned = _owned(model)
     owned.finish()
+    reshard(model)
     masters = [master.grad for master in owned.masters.values() if master.grad is not None]
     rest = [p.grad for p in model.parameters() if p not in owned.params and p.grad is not None]
     device = next(iter(owned.params)).device

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dmuon.matrix import Matrix
+from dmuon.ownership.gradients import reshard
 from dmuon.ownership.owned import Owned
 
 
@@ -20,6 +21,7 @@ def groups_of_owned(
     Raises:
         ValueError: nothing of the model is sharded, so that nobody would reduce the gradients of the rest.
     """
+    reshard(model)
     rest = [(n, p) for n, p in model.named_parameters() if p not in owned.params and p.requires_grad]
     if rest and owned.plan.ranks > 1 and not any(type(p).__name__ == "DTensor" for _, p in rest):
         raise ValueError(

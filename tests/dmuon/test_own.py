@@ -1,13 +1,63 @@
-"""Owned training equals training in one process."""
+"""Owned training equals training in one process: losses, weights and gradient norms, in fp64."""
 
 from __future__ import annotations
 
 import pytest
-from own_models import Training, assert_equal, train_both
+from own_models import Training, train_each
 from own_processes import run_ranks
 
+from dmuon.policy import MatrixPolicy
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+ZERO2 = {"reshard_after_forward": False}
+SPLIT = {"policy": MatrixPolicy(splits={"*.up.weight": (16, 32)})}
+SCENARIOS = {
+    "zero3": Training(steps=3),
+    "zero2": Training(steps=3, own=ZERO2),
+    "accumulation-sync": Training(micro_batches=2),
+    "accumulation-no-sync": Training(micro_batches=3, sync_all=False),
+    "accumulation-no-sync-zero2": Training(micro_batches=2, sync_all=False, own=ZERO2),
+    "forwards-first-sum": Training(micro_batches=2, forwards_first="sum"),
+    "forwards-first-each": Training(micro_batches=2, forwards_first="each"),
+    "checkpointing": Training(checkpointing="nonreentrant"),
+    "checkpointing-zero2": Training(checkpointing="nonreentrant", own=ZERO2),
+    "checkpointing-reentrant": Training(checkpointing="reentrant"),
+    "unused-on-one": Training(unused={1: {1}}),
+    "unused-on-some-zero2": Training(unused={1: {2}, 0: {0}}, own=ZERO2),
+    "unused-on-all": Training(unused={rank: {1} for rank in range(8)}),
+    "unused-checkpointing": Training(unused={1: {1}}, checkpointing="nonreentrant"),
+    "unused-reentrant": Training(unused={1: {1}}, checkpointing="reentrant", micro_batches=2),
+    "block-twice": Training(order=[0, 1, 0, 1, 2]),
+    "block-twice-in-a-row": Training(order=[0, 0, 1, 2], own=ZERO2),
+    "another-order": Training(order=[2, 0, 1]),
+    "evaluation-between": Training(evaluate=True, micro_batches=2),
+    "clipping": Training(clip=0.1, unused={1: {1}}),
+    "fused-weight": Training(own=SPLIT),
+}
+
+
+def check(ranks: int, names: list[str]) -> None:
+    results = run_ranks(ranks, train_each, [SCENARIOS[name] for name in names])
+    worst = {
+        name: {key: max(result[k][key] for result in results) for key in results[0][k]}
+        for k, name in enumerate(names)
+    }
+    assert not {name: found for name, found in worst.items() if not max(found.values()) < 1e-12}
+
+
+@pytest.mark.case(row="R1")
+@pytest.mark.case(row="R2")
+@pytest.mark.case(row="R3")
+@pytest.mark.case(row="R5")
+@pytest.mark.case(row="R10")
+@pytest.mark.case(row="A1")
+@pytest.mark.case(row="A2")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_equals_one_process(ranks: int, reshard: bool) -> None:
-    assert_equal(run_ranks(ranks, train_both, Training(own={"reshard_after_forward": reshard})))
+def test_equals_one_process(ranks: int) -> None:
+    names = list(SCENARIOS)
+    check(ranks, [*names[:2], *names[2 + ranks // 4 :: 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_any_number_of_ranks_equals_one_process(ranks: int) -> None:
+    check(ranks, list(SCENARIOS))
