@@ -95,17 +95,19 @@ def apply(
     B += batch * batch_b
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if LOWER == "":
-        total = add_product(total, A, B, line_a, line_b, r, c, m, n, depth, 0, depth, A_ROWS, B_ROWS, BLOCK_K)
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, n, depth, 0, depth, A_ROWS, B_ROWS, BLOCK_K, "", ""
+        )
     elif LOWER == "A":
         end, stop = r + BLOCK_M, tl.minimum(r + BLOCK_M, depth)
         total = add_product(
-            total, A, B, line_a, line_b, r, c, m, n, depth, 0, r, A_ROWS, B_ROWS, BLOCK_K, "below"
+            total, A, B, line_a, line_b, r, c, m, n, depth, 0, r, A_ROWS, B_ROWS, BLOCK_K, "below", ""
         )
         total = add_product(
-            total, A, B, line_a, line_b, r, c, m, n, depth, r, stop, A_ROWS, B_ROWS, BLOCK_K, "across"
+            total, A, B, line_a, line_b, r, c, m, n, depth, r, stop, A_ROWS, B_ROWS, BLOCK_K, "across", ""
         )
         total = add_product(
-            total, A, B, line_a, line_b, r, c, m, n, depth, end, depth, A_ROWS, B_ROWS, BLOCK_K, "above"
+            total, A, B, line_a, line_b, r, c, m, n, depth, end, depth, A_ROWS, B_ROWS, BLOCK_K, "above", ""
         )
     else:
         end, stop = c + BLOCK_N, tl.minimum(c + BLOCK_N, depth)

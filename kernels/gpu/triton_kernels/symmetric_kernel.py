@@ -92,7 +92,9 @@ def symmetric(
             )
         total = add_lower(total, A, B, line_a, line_b, r, c, m, end_r, m, BLOCK_K, "above", "above")
     else:
-        total = add_product(total, A, B, line_a, line_b, r, c, m, m, n, 0, n, BY_ROWS, not BY_ROWS, BLOCK_K)
+        total = add_product(
+            total, A, B, line_a, line_b, r, c, m, m, n, 0, n, BY_ROWS, not BY_ROWS, BLOCK_K, "", ""
+        )
 
     rows, columns = r + tl.arange(0, BLOCK), c + tl.arange(0, BLOCK)
     total *= alpha

@@ -23,8 +23,8 @@ def add_product(
     A_ROWS: tl.constexpr,
     B_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PLACE_A: tl.constexpr = "",
-    PLACE_B: tl.constexpr = "",
+    PLACE_A: tl.constexpr,
+    PLACE_B: tl.constexpr,
 ):
     """total + the tile at (row, column) of A B for A (m, depth), B (depth, n), by the columns of A from start to stop.
 
