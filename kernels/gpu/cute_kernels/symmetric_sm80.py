@@ -108,7 +108,9 @@ class SymmetricSm80:
                 depth, 32
             )
             plan = Plan(dtype, "fp32", False, **config)
-            if useful and plan.shared_bytes <= arch.shared_bytes:
+            # For Blackwell, sums are kept in pairs of registers, and two blocks of this size spill.
+            spills = arch.capability >= (10, 0) and plan.tile == 128 and plan.threads == 256
+            if useful and not spills and plan.shared_bytes <= arch.shared_bytes:
                 found.append(config)
         return found
 
