@@ -25,14 +25,17 @@ from dmuon.kernels.gpu.tilelang_kernels.operands import (
     line_bytes,
 )
 
-FIELDS: dict[str, tuple[int, ...]] = {"panel": (32, 64), "stages": (2, 3, 4), "threads": (64, 128, 256, 512)}
+FIELDS: dict[str, tuple[int, ...]] = {"panel": (32, 64), "stages": (2, 3, 4), "threads": (64, 128, 256)}
 """What each field of a configuration may be."""
 
 MOST_STEPS = 8
 """Steps that the kernel has parameters for."""
 
-_THREADS = {32: (64, 128), 64: (128, 256), 96: (128,), 128: (256,), 160: (256,), 192: (512,)}
+_THREADS = {32: (64, 128), 64: (128, 256), 128: (256,)}
 """Threads that a block may have, by padded rows."""
+
+_ACCUMULATORS = 80
+"""Elements of R and of a panel that one thread may hold in registers: with 96, the compiler spills."""
 
 
 class SmallGramFamily:
@@ -57,7 +60,7 @@ class SmallGramFamily:
         return [
             choice
             for choice in choices
-            if _divides(side, choice, "fp16")
+            if _suits(side, choice, "fp16")
             and shared_bytes(side, (3,), choice, "fp32", dtype) <= arch.shared_bytes
         ]
 
@@ -72,7 +75,7 @@ class SmallGramFamily:
         self.check(config)
         (X, x_by_columns), (out, out_by_columns) = _operands(call)
         side = padded(call.X.rows)
-        if config["threads"] not in _THREADS[side] or not _divides(side, config, X.dtype, out.dtype):
+        if config["threads"] not in _THREADS[side] or not _suits(side, config, X.dtype, out.dtype):
             raise Unsupported(f"tilelang: {dict(config)} does not suit matrices of {call.X.rows} rows")
         size = shared_bytes(side, call.segments, config, X.dtype, out.dtype)
         if size > arch.shared_bytes:
@@ -130,13 +133,13 @@ def shared_bytes(
     panel, stages = int(config["panel"]), int(config["stages"])
     matrix, strip = 2 * side * side, side * panel
     panels = strip * (stages * ITEM_BYTES[x_dtype] + 2 + 2 + ITEM_BYTES[out_dtype])
-    # TileLang packs buffers with gaps where their sizes are not powers of two.
-    gaps = 2 * strip if side & (side - 1) else 0
-    return len(segments) * matrix + max(2 * matrix, panels) + gaps + 1024
+    return len(segments) * matrix + max(2 * matrix, panels) + 1024
 
 
-def _divides(side: int, config: Mapping[str, Any], *dtypes: str) -> bool:
-    """Whether threads divide panels evenly into 16-byte pieces, the largest of which have the most elements."""
+def _suits(side: int, config: Mapping[str, Any], *dtypes: str) -> bool:
+    """Whether accumulators fit registers, and threads divide panels evenly into 16-byte pieces."""
+    if side * (side + config["panel"]) > _ACCUMULATORS * config["threads"]:
+        return False
     return all(
         side * config["panel"] % (config["threads"] * LINE_BYTES // ITEM_BYTES[dtype]) == 0
         for dtype in dtypes

@@ -94,10 +94,8 @@ def test_every_spectrum() -> None:
         ("sm_90a", NARROW | {"threads": 128}, 32, 72, "bf16", "fp16"),
         ("sm_80", MIDDLE, 64, 72, "fp16", "fp16"),
         ("sm_90a", WIDE, 40, 104, "bf16", "fp32"),
-        ("sm_80", MIDDLE | {"stages": 2}, 96, 96, "fp16", "bf16"),
-        ("sm_90a", WIDE, 128, 136, "fp16", "fp16"),
+        ("sm_90a", WIDE | {"panel": 32}, 128, 136, "fp16", "fp16"),
         ("sm_80", WIDE | {"panel": 32}, 128, 136, "bf16", "bf16"),
-        ("sm_90a", WIDE, 160, 168, "fp16", "fp16"),
     ],
 )
 def test_every_spectrum_of_more(
@@ -195,14 +193,20 @@ def test_refusals() -> None:
         "no ragged batches",
         SmallCall(Ragged(0, "fp16", 1, 40, True, True), Matrices.of(out), "fp16", POLAR.steps),
     )
-    refused("at most 192 rows, got 193", call_of(matrices(1, 193, 200, "fp16"), out, "fp16"))
+    refused("at most 128 rows, got 193", call_of(matrices(1, 193, 200, "fp16"), out, "fp16"))
     refused("at most 8 steps, got 9", call_of(X, out, "fp16", steps=POLAR.steps[:1] * 9))
     refused("must be fp16 or bf16, got fp32", call_of(X, out, "fp32"))
     refused("X must be in", call_of(X.float(), out, "fp16"))
     refused("X must have its row stride", call_of(torch.ones(1, 40, 71).half(), out, "fp16"))
-    refused("does not suit matrices of 40 rows", call_of(X, out, "fp16"), threads=512)
+    refused("does not suit matrices of 40 rows", call_of(X, out, "fp16"), threads=64)
     large = matrices(1, 128, 200, "fp16")
-    refused("need .* bytes of shared memory, sm_86 has", call_of(large, large, "fp16"), "sm_86", threads=256)
+    refused(
+        "need .* bytes of shared memory, sm_86 has",
+        call_of(large, large, "fp16"),
+        "sm_86",
+        threads=256,
+        panel=32,
+    )
     with pytest.raises(ValueError, match="panel must be one of"):
         SMALL.check(MIDDLE | {"panel": 48})
     with pytest.raises(ValueError, match="config must have the fields"):
@@ -211,7 +215,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_configurations_can_be_built(arch: Any) -> None:
-    for m in (1, 33, 64, 100, 128, 160, 192):
+    for m in (1, 33, 64, 100, 128):
         for config in SMALL.configs(m, 512, "fp16", arch):
             X = torch.empty(1, m, 512)
             SMALL.spec(call_of(X, X.half(), "fp16", normalize=True, restarts=()), config, arch)
@@ -219,13 +223,11 @@ def test_configurations_can_be_built(arch: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("m", "config"), [(128, WIDE), (64, MIDDLE), (192, WIDE | {"threads": 512})])
+@pytest.mark.parametrize(("m", "config"), [(128, WIDE | {"panel": 32}), (64, MIDDLE)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_no_spills(arch: str, m: int, config: dict[str, Any]) -> None:
     X = torch.empty(1, m, 512).half()
     call = call_of(X, X, "fp16", steps=POLAR.steps[:2], restarts=())
-    if m == 192 and arch == "sm_80":
-        pytest.skip("its shared memory is too small")
     used = resources_of(compiled(SMALL.spec(call, config, ARCHS[arch])))
     assert used.local_bytes == 0 and used.blocks_per_sm, used
 
