@@ -199,7 +199,7 @@ class SymmetricSm90:
             raise Unsupported(f"{tiles} tiles are more than 32 bits count")
         C = call.C if call.beta != 0 else None
         ints = (-(-call.A.columns // plan.bk), rows, each, tiles, _BAND, int(C is not None))
-        args = (
+        args: tuple[bytes | TensorMap, ...] = (
             _operand_map(call.A, call.op, plan, plan.rows),
             _operand_map(call.B or call.A, call.op, plan, plan.tile // plan.cluster),
             _block_map(C or call.out),

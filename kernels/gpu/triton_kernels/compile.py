@@ -10,6 +10,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from dmuon.kernels.gpu.arch import arch_named
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
@@ -28,7 +29,7 @@ def compile_triton(
     registers: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Binary:
-    """Compile the ``@triton.jit`` function ``fn`` for ``spec.arch``.
+    """Compile the ``@triton.jit`` or ``@gluon.jit`` function ``fn`` for ``spec.arch``.
 
     A launch passes :data:`~dmuon.kernels.gpu.triton_kernels.operands.HIDDEN_ARGS` after ``fn``'s own arguments.
 
@@ -53,7 +54,8 @@ def compile_triton(
         types[name], _, divisor = kind.partition(":")
         if divisor:
             attributes[(names.index(name),)] = [["tt.divisibility", int(divisor)]]
-    source = ASTSource(fn, types, dict(constexprs), attributes)
+    made = GluonASTSource if fn.is_gluon() else ASTSource
+    source = made(fn, types, dict(constexprs), attributes)
     options = {
         "num_warps": num_warps,
         "num_stages": num_stages,
@@ -73,7 +75,11 @@ def compile_triton(
             f"{fn.__name__} was compiled to use scratch memory, which its launches do not have"
         )
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    if "wgmma.fence" in ptx and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    if (
+        not fn.is_gluon()
+        and "wgmma.fence" in ptx
+        and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    ):
         ptx = _fenced(ptx)
         cubin = assemble(ptx, spec.arch)
     return Binary(

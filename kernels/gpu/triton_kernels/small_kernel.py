@@ -6,22 +6,13 @@ each product reads its operands from there. Plain Triton would keep them in regi
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
-from typing import Any
-
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from dmuon.kernels.gpu.arch import arch_named
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
-from dmuon.kernels.gpu.ptx_text import entry_of, params_of, threads_of
+from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
 
 _TINY = gl.constexpr(1.1754943508222875e-38)
 
@@ -330,30 +321,8 @@ def build(spec: KernelSpec) -> Binary:
         "out_batch": "i64",
         "out_line": "i32",
     }
-    return _compile(spec, signature, constexprs, warps)
-
-
-def _compile(
-    spec: KernelSpec, signature: Mapping[str, str], constexprs: Mapping[str, Any], warps: int
-) -> Binary:
-    """As compile_triton, for Gluon."""
-    types = {name: signature.get(name, "constexpr") for name in small_gram_ns.arg_names}
-    source = GluonASTSource(small_gram_ns, types, dict(constexprs))
-    options = {"num_warps": warps, "num_ctas": 1, "enable_fp_fusion": True}
-    major, minor = arch_named(spec.arch).capability
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
-        knobs.cache.dir = folder
-        compiled = triton.compile(source, target=target, options=options)
-    ptx = compiled.asm["ptx"]
-    return Binary(
-        spec=spec,
-        entry=entry_of(ptx),
-        threads=threads_of(ptx),
-        shared_bytes=compiled.metadata.shared,
-        params=params_of(ptx),
-        ptx=ptx,
-        cubin=compiled.asm["cubin"],
+    return compile_triton(
+        spec, small_gram_ns, signature, constexprs, num_warps=warps, num_stages=1, registers=255
     )
 
 
