@@ -111,7 +111,8 @@ def own(
             routes.rank,
             dtype,
         )
-        for block in dict.fromkeys(blocks.values())
+        # The model's own comes first, as its forward does: its gradients are complete last.
+        for block in sorted(dict.fromkeys(blocks.values()), key=bool)
     ]
     return Owned(
         model,
@@ -186,9 +187,6 @@ class Owned:
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """Whether backwards reduce the owned gradients, or keep them for a later one that does."""
         self._reducer.synchronizing = flag
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Owned:
-        raise TypeError("an owned model cannot be copied: copy it before dmuon.own")
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -55,9 +55,10 @@ class Publisher:
         self._publish_neighbour(index, -1)
 
     def after(self, index: int) -> list[int]:
-        """The buckets that come after ``index`` and do not contain it."""
-        later = self._order[self._order.index(index) + 1 :]
-        return [other for other in later if not self._buckets[other].contains(self._buckets[index])]
+        """The buckets whose backward is over when it comes to ``index``: later ones, none inside the other."""
+        bucket = self._buckets[index]
+        later = [(k, self._buckets[k]) for k in self._order[self._order.index(index) + 1 :]]
+        return [k for k, other in later if not (other.contains(bucket) or bucket.contains(other))]
 
     def refresh(self) -> None:
         """Free everything, for the masters have changed, and start to publish what is needed first."""

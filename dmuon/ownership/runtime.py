@@ -42,6 +42,9 @@ class Runtime:
             self._calls = [0] * len(self._calls)
             self._reducer.finish()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        raise TypeError("an owned model cannot be copied: copy it before dmuon.own")
+
     def _arrived(self, index: int, matrix: OwnedMatrix, parameter: Tensor) -> None:
         self._reducer.arrived(index, matrix)
 

@@ -50,13 +50,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.mixer = nn.Linear(WIDTH, WIDTH, bias=False)  # in no block: its bucket is the model's own
         # Fewer rows than ranks, and FSDP's.
-        self.scale = nn.Parameter(torch.ones(3, WIDTH))
+        self.scales = nn.Embedding(3, WIDTH)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.order: list[int] = list(range(layers))
         self.checkpointing: str | None = None
 
     def forward(self, tokens: Tensor, experts: tuple[bool, ...] = (True,) * 9) -> Tensor:
-        x = self.embedding(tokens) * self.scale.sum(0)
+        x = self.embedding(tokens) * self.scales.weight.sum(0)
         for k in self.order:
             if self.checkpointing is None:
                 x = self.blocks[k](x, experts[k])

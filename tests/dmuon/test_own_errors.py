@@ -1,0 +1,117 @@
+"""Bad input to own and its optimizer raises on every rank, and says what to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from own_models import HOW, Block, build, line, wrap
+from own_processes import outcome, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.policy import MatrixPolicy
+
+
+def disagreements() -> dict[str, str]:
+    """On two ranks, of which the second differs."""
+    other = dist.get_rank() == 1
+    mesh = line()
+    names = [r.name for r in MatrixPolicy().route_model(build()) if r.algorithm == "muon"]
+    plan = {name: k % 2 for k, name in enumerate(names)}
+    swapped = {name: 1 - owner for name, owner in plan.items()} if other else plan
+
+    class Lopsided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8 + 4 * other, 8)
+
+    return {
+        "plan": outcome(lambda: dmuon.own(build(), mesh, plan=swapped)),
+        "plan or none": outcome(lambda: dmuon.own(build(), mesh, plan=plan if other else None)),
+        "layers": outcome(lambda: dmuon.own(build(layers=2 + other), mesh)),
+        "shape": outcome(lambda: dmuon.own(Lopsided(), mesh)),
+        "dtype": outcome(lambda: dmuon.own(build(dtype=torch.float32 if other else torch.float64), mesh)),
+        "reshard": outcome(lambda: dmuon.own(build(), mesh, reshard_after_forward=other)),
+        "failure": outcome(lambda: dmuon.own(nn.Embedding(4, 4) if other else build(), mesh)),
+    }
+
+
+@pytest.mark.case(row="R8")
+def test_ranks_that_disagree_all_raise() -> None:
+    first, second = run_ranks(2, disagreements)
+    for key, needle in {
+        "plan": "disagree on the plan",
+        "plan or none": "disagree on the plan",
+        "layers": "rank 0 has mixer.weight (16, 16) torch.float64 as 1 x 16 x 16, rank 1 has blocks.2.experts",
+        "shape": "rank 0 has layer.weight (8, 8) torch.float32 as 1 x 8 x 8, rank 1 has layer.weight (8, 12)",
+        "dtype": "rank 1 has blocks.0.experts (3, 8, 16) torch.float32",
+        "reshard": "disagree on the options",
+    }.items():
+        assert first[key] == second[key] and needle in first[key], (key, first[key], second[key])
+    assert first["failure"].startswith(
+        "RuntimeError: dmuon.own failed on rank 1: ValueError: the policy finds"
+    )
+    assert second["failure"].startswith("ValueError: the policy finds no trainable matrix")
+
+
+def misuses() -> dict[str, str]:
+    mesh = line()
+    wrapped = build()
+    fully_shard(wrapped, mesh=mesh)
+    owned = build()
+    dmuon.own(owned, mesh)
+    fine = build()
+    wrap(fine, mesh)
+    trained = build()
+    trained.head(torch.ones(16, dtype=torch.float64)).sum().backward()
+    mixed = build()
+    mixed.blocks[0].float()
+    with torch.device("meta"):
+        meta = Block()
+    nothing: Any = MatrixPolicy(exclude=["*"])
+    small = init_device_mesh("cpu", (1, dist.get_world_size()))
+    return {
+        "mesh has one dimension": outcome(lambda: dmuon.own(build(), small)),
+        "wrapped": outcome(lambda: dmuon.own(wrapped, mesh)),
+        "second": outcome(lambda: dmuon.own(owned, mesh)),
+        "inside": outcome(lambda: dmuon.own(nn.Sequential(owned), mesh)),
+        "nothing": outcome(lambda: dmuon.own(build(), mesh, policy=nothing)),
+        "gradient": outcome(lambda: dmuon.own(trained, mesh)),
+        "dtypes": outcome(lambda: dmuon.own(mixed, mesh)),
+        "meta": outcome(lambda: dmuon.own(meta, mesh)),
+        "no mesh": outcome(lambda: dmuon.own(build(), "cpu")),  # type: ignore[arg-type]
+        "never wrapped": outcome(lambda: dmuon.Muon(owned, **HOW)),
+        "policy": outcome(lambda: dmuon.Muon(fine, policy=MatrixPolicy(), **HOW)),
+        "copy": outcome(lambda: copy.deepcopy(owned)),
+        "clip": outcome(lambda: dmuon.clip_grad_norm_(fine, 0.0)),
+        "clip what": outcome(lambda: dmuon.clip_grad_norm_(nn.Linear(2, 2), 1.0)),
+        "sync what": outcome(lambda: dmuon.set_requires_gradient_sync(nn.Linear(2, 2), True)),
+    }
+
+
+def test_misuse_is_named() -> None:
+    for found in run_ranks(2, misuses):
+        for key, needle in {
+            "mesh has one dimension": "mesh must have one dimension, got 2",
+            "wrapped": "sharded already: call dmuon.own before fully_shard",
+            "second": "owned already",
+            "inside": "owned already",
+            "nothing": "the policy finds no trainable matrix",
+            "gradient": "'head.weight' has a gradient already",
+            "dtypes": "several dtypes (torch.float32, torch.float64)",
+            "meta": "is on the meta device",
+            "no mesh": "TypeError: mesh must be a DeviceMesh",
+            "never wrapped": "nobody reduces the gradients",
+            "policy": "the one that dmuon.own was given",
+            "copy": "copy it before dmuon.own",
+            "clip": "max_norm must be positive",
+            "clip what": "call dmuon.own(model, mesh) first",
+            "sync what": "call dmuon.own(model, mesh) first",
+        }.items():
+            assert needle in found[key], (key, found[key])
