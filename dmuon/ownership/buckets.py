@@ -43,7 +43,7 @@ class OwnedMatrix:
 
 
 class Bucket:
-    """The flat buffer of one module's owned matrices, in order of their owners.
+    """The flat buffer of one module's owned matrices, in order of their owners' parts.
 
     Each parameter shows its part of the buffer while this is published. While it is not, the parameter shows NaN:
     a weight that is read too early spoils the loss for all to see, where freed memory would crash.
@@ -53,7 +53,7 @@ class Bucket:
         module: calls of it use the matrices.
         parameters: by full name.
         owners: the rank that owns each.
-        ranks: how many there are.
+        order: of the ranks' parts in the buffer.
         rank: this one; it makes masters of what it owns.
         dtype: of the buffer.
     """
@@ -64,13 +64,13 @@ class Bucket:
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         owners: Mapping[str, int],
-        ranks: int,
+        order: Sequence[int],
         rank: int,
         dtype: torch.dtype,
     ) -> None:
         self.name, self.module = name, module
-        names = sorted(parameters, key=owners.__getitem__)
-        self.sizes = [sum(parameters[n].numel() for n in names if owners[n] == r) for r in range(ranks)]
+        names = sorted(parameters, key=lambda n: order.index(owners[n]))
+        self.sizes = [sum(parameters[n].numel() for n in names if owners[n] == r) for r in order]
         device = next(iter(parameters.values())).device
         self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
         self.matrices: list[OwnedMatrix] = []
@@ -128,13 +128,14 @@ class Bucket:
         return packed
 
     @torch.no_grad()
-    def absorb(self, received: Tensor) -> None:
-        """Add the mean of ``received``, (ranks, own size), to the totals of this rank's matrices.
+    def absorb(self, received: Tensor, ranks: int) -> None:
+        """Add a mean over ``ranks`` to the totals of this rank's matrices.
 
+        The rows of ``received``, (any, own size), add up to the sum over all of them.
         The sum is in fp32 or wider, whatever the gradients came in.
         """
         wide = torch.promote_types(received.dtype, torch.float32)
-        mean = received.sum(0, dtype=wide).div_(len(received))
+        mean = received.sum(0, dtype=wide).div_(ranks)
         mine = self.mine
         first = mine[0].start if mine else 0
         for matrix in mine:

@@ -18,8 +18,9 @@ from dmuon.ownership.plan import Plan, given_plan, greedy_plan, matrix_costs
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.reducer import Reducer
 from dmuon.ownership.registry import ATTRIBUTE, ownership_of
-from dmuon.ownership.routes import FlatRoutes
+from dmuon.ownership.routes import FlatRoutes, Routes
 from dmuon.ownership.runtime import Runtime
+from dmuon.ownership.two_level import TwoLevelRoutes
 from dmuon.policy import MatrixPolicy, Routing
 
 
@@ -50,7 +51,8 @@ def own(
 
     Args:
         model: on a device, not wrapped yet. What the owner holds counts; the other ranks' weights are dropped.
-        mesh: one-dimensional, over all processes.
+        mesh: over all processes, of one dimension, or of two: (replicate, shard), as FSDP2's hybrid sharding has it.
+            Then gradients are added up inside a shard group before they cross, and weights cross once.
         policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
         plan: who owns what, as a :class:`~dmuon.ownership.plan.Plan` or as name → rank; None for the greedy plan
             by arithmetic operations.
@@ -93,7 +95,7 @@ def own(
     # Computed once, not on every rank: costs may come from what was measured on one machine.
     chosen = _given(plan, routings, mesh) if plan is not None else _greedy(routings, mesh)
     chosen = control.from_first(chosen)
-    routes = FlatRoutes(mesh)
+    routes: Routes = FlatRoutes(mesh) if mesh.ndim == 1 else TwoLevelRoutes(mesh)
     dtypes = {model.get_parameter(routing.name).dtype for routing in routings}
     if len(dtypes) > 1 and compute_dtype is None:
         names = ", ".join(sorted(map(str, dtypes)))
@@ -107,7 +109,7 @@ def own(
             model.get_submodule(block),
             {name: model.get_parameter(name) for name in blocks if blocks[name] == block},
             {name: owner for name, (owner,) in chosen.owners.items()},
-            mesh.size(),
+            routes.order,
             routes.rank,
             dtype,
         )
@@ -145,7 +147,7 @@ class Owned:
         matrices: Mapping[str, tuple[Matrix, ...]],
         plan: Plan,
         policy: MatrixPolicy,
-        routes: FlatRoutes,
+        routes: Routes,
         control: Control,
         reshard: bool,
         reduce_dtype: torch.dtype,
@@ -192,10 +194,14 @@ class Owned:
 def _check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (init_device_mesh makes one), got {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
-    if mesh.size() != dist.get_world_size():
-        raise ValueError(f"mesh has {mesh.size()} ranks, but the process group {dist.get_world_size()}")
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh must have one dimension or two (replicate, shard), got {mesh.ndim}")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"mesh must hold the ranks 0 to {dist.get_world_size() - 1} of the process group in ascending order, "
+            f"got {ranks}"
+        )
 
 
 def _check_model(model: nn.Module) -> None:

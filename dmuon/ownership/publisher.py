@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dmuon.ownership.buckets import Bucket
-from dmuon.ownership.routes import FlatRoutes, Transfer
+from dmuon.ownership.routes import Pending, Routes
 
 
 class Publisher:
@@ -21,9 +21,9 @@ class Publisher:
         reshard: free a bucket after its forward and publish it again for its backward.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], routes: FlatRoutes, reshard: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], routes: Routes, reshard: bool) -> None:
         self._buckets, self._routes, self._reshard = buckets, routes, reshard
-        self._under_way: dict[int, Transfer] = {}
+        self._under_way: dict[int, Pending] = {}
         self._shown: set[int] = set()
         # The order of use: by registration until the first forward has shown it.
         self._order = list(range(len(buckets)))

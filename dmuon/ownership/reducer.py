@@ -15,7 +15,7 @@ import torch
 
 from dmuon.ownership.buckets import Bucket, OwnedMatrix
 from dmuon.ownership.control import Control
-from dmuon.ownership.routes import FlatRoutes, Transfer
+from dmuon.ownership.routes import Pending, Routes
 
 
 class Reducer:
@@ -29,10 +29,10 @@ class Reducer:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], routes: FlatRoutes, control: Control, dtype: torch.dtype
+        self, buckets: Sequence[Bucket], routes: Routes, control: Control, dtype: torch.dtype
     ) -> None:
         self._buckets, self._routes, self._control, self._dtype = buckets, routes, control, dtype
-        self._pending: deque[tuple[Bucket, Transfer]] = deque()
+        self._pending: deque[tuple[Bucket, Pending]] = deque()
         self._waiting = [{id(matrix) for matrix in bucket.matrices} for bucket in buckets]
         self._complete = [False] * len(buckets)
         self._next, self._rounds, self._open = len(buckets) - 1, 0, False
@@ -46,16 +46,18 @@ class Reducer:
         self._open = True
         self._waiting[index].discard(id(matrix))
         if not self._waiting[index]:
-            self.complete([index])
+            self._complete[index] = True
+            self._send_complete()
 
-    def complete(self, indices: Iterable[int]) -> None:
-        """No further gradient is expected in these buckets; send what may go."""
+    def passed(self, indices: Iterable[int]) -> None:
+        """No further gradient is expected in these buckets: what is missing is not coming."""
         if not self.synchronizing:
             return
         for index in indices:
-            self._complete[index] = True
-        while self._complete[self._next]:
-            self._send()
+            # One that this round has sent already is not to go again.
+            if index <= self._next:
+                self._complete[index] = True
+        self._send_complete()
 
     def close_round(self) -> None:
         """A new forward begins: what the last backward left out is not coming."""
@@ -89,6 +91,10 @@ class Reducer:
         missed = begun and any(k > self._next for k in unsent)
         return self._rounds + int(begun or bool(unsent)) + int(missed)
 
+    def _send_complete(self) -> None:
+        while self._complete[self._next]:
+            self._send()
+
     def _send_until(self, rounds: int) -> None:
         while self._rounds < rounds:
             self._send()
@@ -107,4 +113,4 @@ class Reducer:
 
     def _absorb_oldest(self) -> None:
         bucket, transfer = self._pending.popleft()
-        bucket.absorb(transfer.wait())
+        bucket.absorb(transfer.wait(), self._routes.size)

@@ -81,7 +81,7 @@ class Runtime:
         self._in_backward = True
         self._calls[index] -= counted
         self._publisher.before_backward(index)
-        self._reducer.complete(k for k in self._publisher.after(index) if self._calls[k] <= 0)
+        self._reducer.passed(k for k in self._publisher.after(index) if self._calls[k] <= 0)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -90,8 +90,11 @@ def wrap(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     return owned
 
 
-def line() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def mesh_of(nodes: int = 1) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if nodes == 1:
+        return init_device_mesh("cpu", (ranks,))
+    return init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
 
 
 def difference(model: nn.Module, owned: Any, reference: nn.Module) -> float:
@@ -115,6 +118,7 @@ class Training:
     # All forwards before one backward of the "sum", or before a backward of "each"; else by turns.
     forwards_first: str | None = None
     clip: float | None = None
+    nodes: int = 1
     own: dict[str, Any] = field(default_factory=dict)
     checkpointing: str | None = None
     order: list[int] | None = None
@@ -130,7 +134,7 @@ def train_both(training: Training) -> dict[str, Any]:
     model.order = training.order or model.order
     reference = copy.deepcopy(model)
     model.checkpointing = training.checkpointing
-    owned = wrap(model, line(), **training.own)
+    owned = wrap(model, mesh_of(training.nodes), **training.own)
     optimizer = dmuon.Muon(model, **HOW)
     alone = dmuon.Muon(reference, policy=training.own.get("policy"), **HOW)
     experts = [tuple(k not in training.unused.get(r, ()) for k in range(9)) for r in range(ranks)]

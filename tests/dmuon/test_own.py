@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from own_models import Training, train_each
 from own_processes import run_ranks
@@ -35,8 +37,9 @@ SCENARIOS = {
 }
 
 
-def check(ranks: int, names: list[str]) -> None:
-    results = run_ranks(ranks, train_each, [SCENARIOS[name] for name in names])
+def check(ranks: int, names: list[str], nodes: int = 1) -> None:
+    trainings = [replace(SCENARIOS[name], nodes=nodes) for name in names]
+    results = run_ranks(ranks, train_each, trainings)
     worst = {
         name: {key: max(result[k][key] for result in results) for key in results[0][k]}
         for k, name in enumerate(names)
@@ -55,6 +58,18 @@ def check(ranks: int, names: list[str]) -> None:
 def test_equals_one_process(ranks: int) -> None:
     names = list(SCENARIOS)
     check(ranks, [*names[:2], *names[2 + ranks // 4 :: 2]])
+
+
+@pytest.mark.case(row="R11")
+def test_two_nodes_equal_one_process() -> None:
+    names = ["zero3", "zero2", "accumulation-no-sync", "unused-on-some-zero2", "block-twice", "clipping"]
+    check(4, names, nodes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (4, 4), (8, 2)])
+def test_any_nodes_equal_one_process(ranks: int, nodes: int) -> None:
+    check(ranks, list(SCENARIOS), nodes)
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from own_models import HOW, Block, build, line, wrap
+from own_models import HOW, Block, build, mesh_of, wrap
 from own_processes import outcome, run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
@@ -21,7 +21,7 @@ from dmuon.policy import MatrixPolicy
 def disagreements() -> dict[str, str]:
     """On two ranks, of which the second differs."""
     other = dist.get_rank() == 1
-    mesh = line()
+    mesh = mesh_of()
     names = [r.name for r in MatrixPolicy().route_model(build()) if r.algorithm == "muon"]
     plan = {name: k % 2 for k, name in enumerate(names)}
     swapped = {name: 1 - owner for name, owner in plan.items()} if other else plan
@@ -61,7 +61,7 @@ def test_ranks_that_disagree_all_raise() -> None:
 
 
 def misuses() -> dict[str, str]:
-    mesh = line()
+    mesh = mesh_of()
     wrapped = build()
     fully_shard(wrapped, mesh=mesh)
     owned = build()
@@ -75,9 +75,11 @@ def misuses() -> dict[str, str]:
     with torch.device("meta"):
         meta = Block()
     nothing: Any = MatrixPolicy(exclude=["*"])
-    small = init_device_mesh("cpu", (1, dist.get_world_size()))
+    deep = init_device_mesh("cpu", (1, 1, dist.get_world_size()))
+    turned = DeviceMesh("cpu", [1, 0])
     return {
-        "mesh has one dimension": outcome(lambda: dmuon.own(build(), small)),
+        "dimensions": outcome(lambda: dmuon.own(build(), deep)),
+        "order": outcome(lambda: dmuon.own(build(), turned)),
         "wrapped": outcome(lambda: dmuon.own(wrapped, mesh)),
         "second": outcome(lambda: dmuon.own(owned, mesh)),
         "inside": outcome(lambda: dmuon.own(nn.Sequential(owned), mesh)),
@@ -98,7 +100,8 @@ def misuses() -> dict[str, str]:
 def test_misuse_is_named() -> None:
     for found in run_ranks(2, misuses):
         for key, needle in {
-            "mesh has one dimension": "mesh must have one dimension, got 2",
+            "dimensions": "mesh must have one dimension or two (replicate, shard), got 3",
+            "order": "the ranks 0 to 1 of the process group in ascending order, got [1, 0]",
             "wrapped": "sharded already: call dmuon.own before fully_shard",
             "second": "owned already",
             "inside": "owned already",

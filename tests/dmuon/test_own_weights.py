@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from own_models import HOW, batch, build, line, loss_of, wrap
+from own_models import HOW, batch, build, loss_of, mesh_of, wrap
 from own_processes import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,13 +20,19 @@ def whereabouts() -> dict[str, Any]:
     """One ZeRO-3 step, with every broadcast counted."""
     rank = dist.get_rank()
     model = build()
-    owned = wrap(model, line())
+    owned = wrap(model, mesh_of())
     optimizer = dmuon.Muon(model, **HOW)
     sent: list[tuple[int, torch.dtype]] = []
     broadcast = dist.broadcast
     dist.broadcast = lambda tensor, **kw: (
         sent.append((tensor.numel(), tensor.dtype)),
         broadcast(tensor, **kw),
+    )[1]
+    reduced: list[int] = []
+    exchange = dist.all_to_all_single
+    dist.all_to_all_single = lambda out, data, **kw: (
+        reduced.append(data.numel()),
+        exchange(out, data, **kw),
     )[1]
     buckets = owned._publisher._buckets
 
@@ -70,6 +76,8 @@ def whereabouts() -> dict[str, Any]:
         "live": live[:7],
         "grads": len(grads),
         "broadcast": during,
+        "reduced": sum(reduced),
+        "total": total,
         "expected": 2 * total - last,
         "published": {n: published[n].tolist() for n in owned.plan.owners if n in published},
         "mine": {n: m.tolist() for n, m in owned.masters.items()},
@@ -89,6 +97,7 @@ def test_masters_are_on_owners_and_copies_come_and_go() -> None:
         assert result["absent"] == set(owners)
         assert result["grads"] == 0
         assert result["broadcast"] == result["expected"]
+        assert result["reduced"] == result["total"]
         zero, one, two = "blocks.0", "blocks.1", "blocks.2"
         forward, backward = [[zero, one], [one, two], [two]], [[one, two], [zero, one], [zero]]
         # The model's own stays; after the step it is on its way again.
@@ -101,12 +110,61 @@ def test_masters_are_on_owners_and_copies_come_and_go() -> None:
         assert result["published"] and all(w == masters[n] for n, w in result["published"].items())
 
 
+def crossings() -> dict[str, Any]:
+    """Elements that one step moves inside nodes and across them, on 2 nodes of 2."""
+    model = build()
+    mesh = mesh_of(2)
+    owned = wrap(model, mesh, reshard_after_forward=False)
+    optimizer = dmuon.Muon(model, **HOW)
+    counts: dict[str, dict[int, int]] = {"weights": {}, "gradients": {}}
+    groups: dict[int, set[int]] = {}
+
+    def counted(kind: str, function: Any, tensors: int) -> Any:
+        def call(*args: Any, **kw: Any) -> Any:
+            ranks = dist.get_process_group_ranks(kw["group"])
+            counts[kind][id(kw["group"])] = counts[kind].get(id(kw["group"]), 0) + args[tensors].numel()
+            groups[id(kw["group"])] = set(ranks)
+            return function(*args, **kw)
+
+        return call
+
+    dist.broadcast = counted("weights", dist.broadcast, 0)
+    dist.all_to_all_single = counted("gradients", dist.all_to_all_single, 1)
+    tokens, targets = batch(0, 2)
+    loss_of(model(tokens), targets).backward()
+    owned.finish()
+    inside = set(dist.get_process_group_ranks(mesh.get_group("shard")))
+    found = {
+        (kind, "inside" if groups[group] == inside else "across"): count
+        for kind in counts
+        for group, count in counts[kind].items()
+    }
+    optimizer.step()
+    column = [n for n, (owner,) in owned.plan.owners.items() if owner % 2 == dist.get_rank() % 2]
+    return {
+        "found": found,
+        "total": sum(p.numel() for p in owned.params),
+        "column": sum(model.get_parameter(n).numel() for n in column),
+    }
+
+
+@pytest.mark.case(row="R4")
+def test_two_levels_move_what_they_must() -> None:
+    for result in run_ranks(4, crossings):
+        assert result["found"] == {
+            ("weights", "inside"): result["total"],
+            ("weights", "across"): result["column"],
+            ("gradients", "inside"): result["total"],
+            ("gradients", "across"): result["column"],
+        }
+
+
 def mixed_precision(reduce_dtype: torch.dtype) -> dict[str, Any]:
     """bf16 beside FSDP2's own, and the same by hand in one process."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build(dtype=torch.float32)
     reference = copy.deepcopy(model)
-    mesh = line()
+    mesh = mesh_of()
     owned = dmuon.own(model, mesh, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in [*model.blocks, model]:
@@ -166,8 +224,8 @@ class Lone(nn.Module):
 def lone() -> dict[str, Any]:
     torch.manual_seed(0)
     model = Lone()
-    owned = dmuon.own(model, line())
-    fully_shard(model, mesh=line(), ignored_params=owned.params)
+    owned = dmuon.own(model, mesh_of())
+    fully_shard(model, mesh=mesh_of(), ignored_params=owned.params)
     optimizer = dmuon.Muon(model, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     before = {name: master.detach().clone() for name, master in owned.masters.items()}
