@@ -1,0 +1,42 @@
+"""The example and the guide's quick start run as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(ranks: int, script: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, script, *arguments], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert code is not None
+    script = tmp_path / "train.py"
+    script.write_text(code[1], encoding="utf-8")
+    torchrun(2, script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--zero", "2", "--bf16", "--accumulate", "2")])
+def test_the_example_learns(options: tuple[str, ...]) -> None:
+    printed = torchrun(2, ROOT / "examples" / "train_fsdp.py", "--steps", "31", *options)
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", printed)]
+    assert "24 owned parameters on 2 ranks" in printed
+    assert len(losses) == 4 and losses[-1] < 0.6 * losses[0]
