@@ -76,7 +76,7 @@ class Owners:
         )
         before, by = self.readers[grains], self.read_by[grains]
         mine = before == who.cluster
-        unknown = mine & ((by == self.MANY) | (self.read_at[grains] > who.known[who.warp, by]))
+        unknown = mine & ((by == self.MANY) | (self.read_at[grains] > _known(who, by, mine)))
         self.readers[grains] = np.where((before == 0) | mine, who.cluster, self.MANY)
         self.read_by[grains] = np.where(unknown & (by != who.actor), self.MANY, who.actor)
         self.read_at[grains] = who.tick
@@ -120,13 +120,17 @@ class Owners:
         self, clusters: Array, by: Array, at: Array, grains: Array, who: Who, text: str
     ) -> None:
         last = by[grains]
-        late = (
-            (clusters[grains] == who.cluster) & (last != self.MANY) & (at[grains] > who.known[who.warp, last])
-        )
+        mine = (clusters[grains] == who.cluster) & (last != self.MANY)
+        late = mine & (at[grains] > _known(who, last, mine))
         if np.count_nonzero(late):
             other, warp = int(last[late][0]), int(np.broadcast_to(who.warp, late.shape)[late][0])
             name = f"warp {other}" if other < who.known.shape[0] else "asynchronous work"
             raise Race(f"race: warp {warp} {text.format(name)}, in global memory, with nothing in between")
+
+
+def _known(who: Who, actors: Array, mine: Array) -> Array:
+    """What ``who`` knows of ``actors`` where ``mine``. The numbers of another cluster's mean nothing here."""
+    return who.known[who.warp, np.where(mine, actors, 0)]
 
 
 def everyone(cluster: Any, warp: Any, now: Any, known: Any) -> Who:
