@@ -63,13 +63,12 @@ class Publisher:
     def refresh(self) -> None:
         """Free everything, for the masters have changed, and start to publish what is needed first."""
         self._settle_order()
-        self.free_all()
-        self._publish(self._order[0])
-
-    def free_all(self) -> None:
-        """Free everything."""
         for index in range(len(self._buckets)):
             self._free(index)
+        # The model's own bucket surrounds the others, so the first of those is needed as soon.
+        first = 1 if self._buckets[self._order[0]].name else 2
+        for index in self._order[:first]:
+            self._publish(index)
 
     def _settle_order(self) -> None:
         if self._seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,7 +175,28 @@ def train_both(training: Training) -> dict[str, Any]:
     return {
         "loss": worst_loss,
         "weights": difference(model, owned, reference),
+        "state": _state_difference(optimizer, alone),
         "norm": max(norms, default=0.0),
+    }
+
+
+def _state_difference(optimizer: dmuon.Muon, alone: dmuon.Muon) -> float:
+    """The largest of any state on this rank; infinite where only one side has any."""
+    state, expected = _state_by_name(optimizer), _state_by_name(alone)
+    held = {name for group in optimizer.param_groups for name in group["param_names"]}
+    if state.keys() != expected.keys() & held:
+        return math.inf
+    pairs = [(state[name][key], expected[name][key]) for name in state for key in expected[name]]
+    whole = [(ours.full_tensor() if hasattr(ours, "full_tensor") else ours, theirs) for ours, theirs in pairs]
+    return max((ours - theirs).abs().max().item() for ours, theirs in whole)
+
+
+def _state_by_name(optimizer: dmuon.Muon) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: optimizer.state[parameter]
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if optimizer.state.get(parameter)
     }
 
 

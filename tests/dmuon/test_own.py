@@ -1,4 +1,4 @@
-"""Owned training equals training in one process: losses, weights and gradient norms, in fp64."""
+"""Owned training equals training in one process: losses, weights, state and gradient norms, in fp64."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ SCENARIOS = {
 }
 
 
-def check(ranks: int, names: list[str], nodes: int = 1) -> None:
+def check(ranks: int, names: list[str], nodes: int = 1, timeout: float = 60.0) -> None:
     trainings = [replace(SCENARIOS[name], nodes=nodes) for name in names]
-    results = run_ranks(ranks, train_each, trainings)
+    results = run_ranks(ranks, train_each, trainings, timeout=timeout)
     worst = {
         name: {key: max(result[k][key] for result in results) for key in results[0][k]}
         for k, name in enumerate(names)
@@ -69,10 +69,10 @@ def test_two_nodes_equal_one_process() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (4, 4), (8, 2)])
 def test_any_nodes_equal_one_process(ranks: int, nodes: int) -> None:
-    check(ranks, list(SCENARIOS), nodes)
+    check(ranks, list(SCENARIOS), nodes, timeout=250)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_any_number_of_ranks_equals_one_process(ranks: int) -> None:
-    check(ranks, list(SCENARIOS))
+    check(ranks, list(SCENARIOS), timeout=250)

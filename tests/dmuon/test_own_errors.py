@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from own_models import HOW, Block, build, mesh_of, wrap
+from own_models import HOW, Block, batch, build, loss_of, mesh_of, wrap
 from own_processes import outcome, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -118,3 +119,24 @@ def test_misuse_is_named() -> None:
             "sync what": "call dmuon.own(model, mesh) first",
         }.items():
             assert needle in found[key], (key, found[key])
+
+
+def killed() -> str:
+    """The second rank dies in the middle of a backward."""
+    model = build()
+    wrap(model, mesh_of())
+    if dist.get_rank() == 1:
+        model.blocks[1].register_full_backward_hook(lambda *_: os._exit(1))
+    tokens, targets = batch(0, 2)
+
+    def step() -> None:
+        loss_of(model(tokens), targets).backward()
+        dmuon.clip_grad_norm_(model, 1.0)
+
+    return outcome(step)
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, killed, timeout=45)
+    assert str(error.value).startswith("rank 1: died")
