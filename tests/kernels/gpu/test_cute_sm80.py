@@ -290,7 +290,7 @@ def test_no_spills():
     assert not spills(Plan("bf16", "bf16", True, **LARGE), "sm_80")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", list(ARCHS))
 def test_no_configuration_on_offer_spills(arch):

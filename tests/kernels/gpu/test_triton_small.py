@@ -284,7 +284,7 @@ def test_nothing_is_spilled() -> None:
     check_resources({"panel": 64, "warps": 8}, "sm_90a", 128, (1, 3), aligned=True, dtypes=("fp16", "fp16"))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("m", [16, 32, 64, 128])

@@ -316,7 +316,7 @@ def test_hopper_multiplies_by_warpgroup_and_spills_nothing() -> None:
     assert "STG.E.128" in text and "STG.E.64" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled_in_any_configuration(arch: str) -> None:
