@@ -67,8 +67,9 @@ def own(
 
     Raises:
         ValueError: the mesh does not fit the process group, the policy finds no matrix, the plan is for other
-            parameters, or the model is owned, wrapped or on the meta device already. It is raised on the rank
-            that finds it; the others raise a RuntimeError that quotes it.
+            parameters, ``buckets`` holds a module of another model, or the model is owned or wrapped already, has
+            gradients, or is not on the mesh's device. It is raised on the rank that finds it; the others raise a
+            RuntimeError that quotes it.
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     _check_mesh(mesh)
@@ -77,7 +78,7 @@ def own(
     routings: list[Routing] = []
     facts: dict[str, Any] | Exception
     try:
-        _check_model(model)
+        _check_model(model, mesh, buckets)
         routings = [routing for routing in policy.route_model(model) if routing.algorithm == "muon"]
         if not routings:
             raise ValueError("the policy finds no trainable matrix in the model: there is nothing to own")
@@ -190,6 +191,9 @@ class Owned:
         """Whether backwards reduce the owned gradients, or keep them for a later one that does."""
         self._reducer.synchronizing = flag
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owned:
+        raise TypeError("an owned model cannot be copied: copy it before dmuon.own")
+
 
 def _check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
@@ -204,7 +208,11 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module] | None) -> None:
+    modules = set(model.modules())
+    for bucket in buckets or ():
+        if bucket not in modules:
+            raise ValueError(f"buckets must be modules of the model, got another {type(bucket).__name__}")
     if ownership_of(model) is not None:
         raise ValueError("the model is owned already: call dmuon.own once")
     for name, parameter in model.named_parameters():
@@ -213,6 +221,10 @@ def _check_model(model: nn.Module) -> None:
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device: call model.to_empty(device=...) first"
+            )
+        if parameter.device.type != mesh.device_type:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, but the mesh is on {mesh.device_type}"
             )
         if parameter.grad is not None:
             raise ValueError(f"parameter {name!r} has a gradient already: call dmuon.own before training")

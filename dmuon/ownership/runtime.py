@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +26,11 @@ class Runtime:
         # Forward calls whose backward is still to come, by bucket.
         self._calls = [0] * len(buckets)
         self._in_backward = self._used = False
-        model.register_forward_pre_hook(self._before_model)
-        model.register_forward_hook(self._after_model)
+        model.register_forward_pre_hook(_eager(self._before_model))
+        model.register_forward_hook(_eager(self._after_model))
         for index, bucket in enumerate(buckets):
-            bucket.module.register_forward_pre_hook(partial(self._before_forward, index))
-            bucket.module.register_forward_hook(partial(self._after_forward, index))
+            bucket.module.register_forward_pre_hook(partial(_eager(self._before_forward), index))
+            bucket.module.register_forward_hook(partial(_eager(self._after_forward), index))
             for matrix in bucket.matrices:
                 arrived = partial(self._arrived, index, matrix)
                 matrix.parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -41,9 +41,6 @@ class Runtime:
             self._used = self._in_backward = False
             self._calls = [0] * len(self._calls)
             self._reducer.finish()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        raise TypeError("an owned model cannot be copied: copy it before dmuon.own")
 
     def _arrived(self, index: int, matrix: OwnedMatrix, parameter: Tensor) -> None:
         self._reducer.arrived(index, matrix)
@@ -82,6 +79,12 @@ class Runtime:
         self._calls[index] -= counted
         self._publisher.before_backward(index)
         self._reducer.passed(k for k in self._publisher.after(index) if self._calls[k] <= 0)
+
+
+def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+    """``hook``, which torch.compile is to call and not to trace: tracing would record its writes to parameters."""
+    untraced: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return untraced
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

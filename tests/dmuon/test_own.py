@@ -76,3 +76,10 @@ def test_any_nodes_equal_one_process(ranks: int, nodes: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_any_number_of_ranks_equals_one_process(ranks: int) -> None:
     check(ranks, list(SCENARIOS), timeout=250)
+
+
+@pytest.mark.slow
+def test_compiled_equals_one_process() -> None:
+    compiled = [Training(compiled="block", micro_batches=2), Training(compiled="model", own=ZERO2)]
+    for result in run_ranks(2, train_each, compiled, timeout=250):
+        assert all(max(found.values()) < 1e-12 for found in result), result

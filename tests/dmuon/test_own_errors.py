@@ -88,6 +88,7 @@ def misuses() -> dict[str, str]:
         "gradient": outcome(lambda: dmuon.own(trained, mesh)),
         "dtypes": outcome(lambda: dmuon.own(mixed, mesh)),
         "meta": outcome(lambda: dmuon.own(meta, mesh)),
+        "bucket": outcome(lambda: dmuon.own(build(), mesh, buckets=[nn.Linear(2, 2)])),
         "no mesh": outcome(lambda: dmuon.own(build(), "cpu")),  # type: ignore[arg-type]
         "never wrapped": outcome(lambda: dmuon.Muon(owned, **HOW)),
         "policy": outcome(lambda: dmuon.Muon(fine, policy=MatrixPolicy(), **HOW)),
@@ -110,6 +111,7 @@ def test_misuse_is_named() -> None:
             "gradient": "'head.weight' has a gradient already",
             "dtypes": "several dtypes (torch.float32, torch.float64)",
             "meta": "is on the meta device",
+            "bucket": "buckets must be modules of the model, got another Linear",
             "no mesh": "TypeError: mesh must be a DeviceMesh",
             "never wrapped": "nobody reduces the gradients",
             "policy": "the one that dmuon.own was given",
