@@ -19,9 +19,16 @@ MAX_GRAPHS = 128
 
 
 def replayable(device: torch.device) -> bool:
-    """Whether work on ``device`` is worth recording and can be now."""
-    allowed = device.type == "cuda" and os.environ.get("DMUON_GRAPHS") != "off"
-    return allowed and not torch.cuda.is_current_stream_capturing()
+    """Whether work on ``device`` is worth recording and can be now.
+
+    Raises:
+        ValueError: ``DMUON_GRAPHS`` is neither ``on`` nor ``off``.
+    """
+    setting = os.environ.get("DMUON_GRAPHS", "on")
+    if setting not in ("on", "off"):
+        raise ValueError(f"DMUON_GRAPHS must be on or off, got {setting!r}")
+    on = setting == "on" and device.type == "cuda"
+    return on and not torch.cuda.is_current_stream_capturing()
 
 
 @dataclass

@@ -28,7 +28,8 @@ def gram(
     """alpha·X Xᵀ + beta·C + diag·I for X (m, n) or (B, m, n), as (m, m) or (B, m, m).
 
     ``C`` must be symmetric and may be ``out``. ``backend`` is a name of ``dmuon.kernels.backends.BACKENDS``,
-    and ``config`` one of its configurations (``BACKENDS[name].configs("gram", m, n, "fp32")`` lists some).
+    and ``config`` one of its configurations: ``BACKENDS[name].configs("gram", m, n, "bf16", arch_of(X.device))``
+    lists some, with ``arch_of`` from ``dmuon.kernels.gpu.arch``.
 
     Raises:
         TypeError: an operand is no tensor or has an unsupported dtype.
@@ -97,6 +98,11 @@ def _run(
     precision_name(first.dtype)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    reason = BACKENDS[backend].unavailable(first.device)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot run on {first.device}: {reason}")
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"config must be a mapping, got {type(config).__name__}")
     if first.ndim not in (2, 3) or first.numel() == 0:
         raise ValueError(f"{op} takes non-empty (m, n) or (B, m, n) operands, got {tuple(first.shape)}")
     square = (*first.shape[:-1], first.shape[-2])

@@ -94,9 +94,10 @@ def compile_(
     cache = BinaryCache()
     with bad_input():
         chosen = compiling_backends(backends)
-        _check_writable(cache)
     sides = [(each.m, each.n) for each in shapes.matrices()]
     specs = specs_ahead(chosen, sides, arch, precisions, coefficients)
+    if any(cache.load(spec) is None for spec in specs):
+        _check_writable(cache)
     start, interrupted = time.monotonic(), False
     finished: list[Outcome] = []
     with Watcher(len(specs)) as watcher:
@@ -149,7 +150,13 @@ def find_arch(name: str | None) -> Arch:
 
 
 def _check_writable(cache: BinaryCache) -> None:
-    """Compiling for nothing would take minutes: raise OSError at once where nothing can be kept."""
-    cache.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=cache.folder):
-        pass
+    """Compiling for nothing would take minutes: refuse at once where nothing can be kept."""
+    try:
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache.folder):
+            pass
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BadInput(
+            f"{cache.folder} cannot be written ({why}); name another folder by DMUON_CACHE"
+        ) from error

@@ -64,7 +64,9 @@ class Watcher:
             self._running.pop(spec, None)
             self.finished.append(outcome)
             if outcome.status == "failed":
-                self._console.print(f"failed: {title(spec)}", markup=False, highlight=False, soft_wrap=True)
+                reason = (outcome.reason or "").strip().partition("\n")[0][:_REASON_WIDTH]
+                line = f"failed: {title(spec)}: {reason}"
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._bar.update(self._task, completed=len(self.finished))
         self._text.plain = "\n".join(title(each) for each in list(self._running)[:_SHOWN])
 

@@ -117,6 +117,9 @@ class CompiledBackend:
 
     def _split(self, op: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         names = [name for name, family in self._families.items() if op in family.ops]
+        if not names:
+            ops = sorted({op for family in self._families.values() for op in family.ops})
+            raise ValueError(f"the {self.name} backend has {', '.join(ops)}, not {op}")
         if config.get("kernel") not in names:
             raise ValueError(
                 f"{self.name} takes for {op} a configuration with kernel in {names}, got {dict(config)}"

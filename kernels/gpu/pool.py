@@ -25,6 +25,9 @@ TIMEOUT_S = 300.0
 _LARGEST = 1 << 28
 """Bytes of an answer; PTX and cubin have some hundred thousand."""
 
+_GIVE_UP = 3
+"""After so many kernels of a DSL in a row whose compiler crashed or hung, its others are not tried."""
+
 _START = "from dmuon.kernels.gpu.worker import main; main()"
 
 
@@ -34,6 +37,10 @@ class BuildFailed(Exception):
 
 class BuildCancelled(Exception):
     """The pool was closed while a kernel was compiling or waiting to."""
+
+
+class _TooLong(BuildFailed):
+    """The compiler gave no answer in time."""
 
 
 class _Ended(BuildFailed):
@@ -63,6 +70,7 @@ class Pool:
         self._guard = threading.Lock()
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
+        self._lost: dict[str, int] = {}
         self._closed = False
         self._scratch = tempfile.TemporaryDirectory(prefix="dmuon-compile-", ignore_cleanup_errors=True)
 
@@ -70,17 +78,24 @@ class Pool:
         """Compile ``spec``, waiting for a free process.
 
         Raises:
-            Unsupported: the kernel's ``build`` or the toolchain said that it cannot serve.
+            Unsupported: the kernel's ``build`` or the toolchain said that it cannot serve; or the compilers of its
+                DSL keep crashing or hanging, so that it was not tried.
             BuildFailed: the compiler raised, crashed, took too long, or answered nonsense.
             BuildCancelled: the pool was closed.
         """
         with self._slots:
             while True:
+                lost = self._lost.get(spec.dsl, 0)
+                if lost >= _GIVE_UP:
+                    raise Unsupported(f"not tried: {lost} {spec.dsl} compilers in a row crashed or hung")
                 worker = self._take(spec.dsl)
                 try:
-                    return worker.build(spec, self._timeout_s)
-                except _Ended as error:
-                    if not self._closed and not error.used:
+                    binary = worker.build(spec, self._timeout_s)
+                    self._lost[spec.dsl] = 0
+                    return binary
+                except (_Ended, _TooLong) as error:
+                    if not self._closed and not getattr(error, "used", False):
+                        self._lost[spec.dsl] = lost + 1
                         raise
                 except BuildFailed:
                     if not self._closed:
@@ -157,7 +172,7 @@ class _Worker:
             kind, content = self._ask(spec.text.encode(), time.monotonic() + timeout_s)
             binary = decode(content, spec) if kind == BUILT else None
         except TimeoutError:
-            raise BuildFailed(f"still compiling after {timeout_s:g} s") from None
+            raise _TooLong(f"still compiling after {timeout_s:g} s") from None
         except (EOFError, OSError):
             raise self._how_it_ended() from None
         except Damaged as error:

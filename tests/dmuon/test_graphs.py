@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dmuon
-from dmuon.graphs import Replays
+from dmuon.graphs import Replays, replayable
 
 CPU = torch.device("cpu")
 
@@ -72,6 +72,13 @@ def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in "abcd":
             assert torch.equal(put(replays, 1, (3, 3), kind), torch.full((3, 3), 2.0))
     assert recorder.recorded == 2
+
+
+def test_the_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not replayable(CPU)
+    monkeypatch.setenv("DMUON_GRAPHS", "maybe")
+    with pytest.raises(ValueError, match="DMUON_GRAPHS must be on or off, got 'maybe'"):
+        replayable(CPU)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

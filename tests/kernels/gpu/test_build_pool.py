@@ -48,6 +48,19 @@ def test_a_failure_is_told_and_the_next_kernel_built(fakes, does, says):
         assert pool.build(fake(number=2)).entry == "fake"
 
 
+def test_a_compiler_that_keeps_crashing_is_given_up(fakes):
+    with Pool(1, timeout_s=20) as pool:
+        for number in range(2):
+            with pytest.raises(BuildFailed, match="SIGABRT"):
+                pool.build(fake("abort", number=number))
+        pool.build(fake())  # one that works clears the count
+        for number in range(3):
+            with pytest.raises(BuildFailed, match="SIGABRT"):
+                pool.build(fake("abort", number=number))
+        with pytest.raises(Unsupported, match=r"not tried: 3 \w+ compilers in a row crashed or hung"):
+            pool.build(fake())
+
+
 def test_garbage_on_every_channel_is_not_taken_for_a_binary(fakes):
     with Pool(1, timeout_s=20) as pool:
         with pytest.raises(BuildFailed, match="answered nonsense"):

@@ -18,6 +18,7 @@ from dmuon.kernels.gpu.arch import ARCHS, Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported
 from dmuon.kernels.gpu.build import build_here
 from dmuon.kernels.gpu.calls import Matrices
+from dmuon.kernels.products import gram
 from dmuon.kernels.reference import polynomial_polar, relative_error, tolerance
 from dmuon.kernels.run import run_ns
 
@@ -109,6 +110,17 @@ def test_without_a_gpu_a_backend_says_what_it_needs(backend: str) -> None:
     assert BACKENDS[backend].configs("gram", 512, 512, "bf16") == []
     if not torch.cuda.is_available():
         assert "no CUDA GPU" in str(BACKENDS[backend].unavailable(torch.device("cuda")))
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_a_product_on_a_cpu_names_backend_and_reason(backend: str) -> None:
+    X = torch.ones(8, 8)
+    with pytest.raises(ValueError, match=f"'{backend}' cannot run on cpu: it needs a CUDA GPU"):
+        gram(X, backend=backend)
+    with pytest.raises(TypeError, match="config must be a mapping"):
+        gram(X, backend="torch", config="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not inverse"):
+        BACKENDS[backend].build("inverse", {})
 
 
 @pytest.mark.parametrize("backend", COMPILED)
