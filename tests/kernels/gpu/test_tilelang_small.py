@@ -222,7 +222,7 @@ def test_configurations_can_be_built(arch: Any) -> None:
     assert SMALL.configs(128, 512, "fp16", arch)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("m", "config"), [(128, WIDE | {"panel": 32}), (64, MIDDLE)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_no_spills(arch: str, m: int, config: dict[str, Any]) -> None:

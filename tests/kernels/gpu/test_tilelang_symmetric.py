@@ -216,7 +216,7 @@ def test_variants(arch: str, config: dict[str, Any], dtype: str, out_dtype: str,
             )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_resources(arch: Any) -> None:
     """No spills, and shared memory as computed, for one configuration of each tile; stages change neither."""
