@@ -232,7 +232,7 @@ def test_no_spills(arch: str, m: int, config: dict[str, Any]) -> None:
     assert used.local_bytes == 0 and used.blocks_per_sm, used
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_mutants_are_noticed() -> None:
     """Dropped waits and barriers, one in three of them."""
 

@@ -233,7 +233,7 @@ def test_resources(arch: Any) -> None:
             assert used.static_shared_bytes + binary.shared_bytes <= shared_bytes(config, "bf16", arch)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize(
