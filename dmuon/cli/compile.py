@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ from dmuon.cli.options import coefficients_option, json_option
 
 if TYPE_CHECKING:
     from dmuon.kernels.gpu.arch import Arch
+    from dmuon.kernels.gpu.binary import KernelSpec
     from dmuon.kernels.gpu.cache import BinaryCache
     from dmuon.models import ModelShapes
 
@@ -96,8 +98,7 @@ def compile_(
         chosen = compiling_backends(backends)
     sides = [(each.m, each.n) for each in shapes.matrices()]
     specs = specs_ahead(chosen, sides, arch, precisions, coefficients)
-    if any(cache.load(spec) is None for spec in specs):
-        _check_writable(cache)
+    _check_writable(cache, specs)
     start, interrupted = time.monotonic(), False
     finished: list[Outcome] = []
     with Watcher(len(specs)) as watcher:
@@ -149,13 +150,15 @@ def find_arch(name: str | None) -> Arch:
     return found
 
 
-def _check_writable(cache: BinaryCache) -> None:
-    """Compiling for nothing would take minutes: refuse at once where nothing can be kept."""
+def _check_writable(cache: BinaryCache, specs: Iterable[KernelSpec]) -> None:
+    """Compiling for nothing would take minutes: refuse at once where nothing that is missing can be kept."""
     try:
         cache.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache.folder):
             pass
     except OSError as error:
+        if all(cache.load(spec) is not None for spec in specs):
+            return
         why = error.strerror or str(error)
         raise BadInput(
             f"{cache.folder} cannot be written ({why}); name another folder by DMUON_CACHE"

@@ -16,12 +16,6 @@ class BadInput(click.ClickException):
     exit_code = 2
 
 
-class WorkFailed(click.ClickException):
-    """It could be asked but did not work out: one line on stderr, exit code 1."""
-
-    exit_code = 1
-
-
 @contextmanager
 def bad_input() -> Iterator[None]:
     """Turn ValueError and OSError, as our functions raise them for bad arguments and files, into BadInput.

@@ -55,6 +55,7 @@ class CompiledBackend:
     def __init__(self, name: str, package: str, distribution: str, families: Mapping[str, Family]) -> None:
         self.name, self._package, self._families = name, package, dict(families)
         self.requires = ("torch", distribution)
+        self._built: dict[tuple[str, frozenset[tuple[str, Any]]], Product] = {}
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -89,8 +90,13 @@ class CompiledBackend:
 
     def build(self, op: str, config: Mapping[str, Any]) -> Product:
         self.check(op, config)
-        family, own = self._split(op, config)
-        return _Whole(self.name, family, own) if op == "gram_ns" else _Ready(self.name, op, family, own)
+        # One product for each configuration: it keeps the launches that it made.
+        key = op, frozenset(config.items())
+        if key not in self._built:
+            family, own = self._split(op, config)
+            whole = op == "gram_ns"
+            self._built[key] = _Whole(self.name, family, own) if whole else _Ready(self.name, op, family, own)
+        return self._built[key]
 
     def specs(
         self, m: int, n: int, dtype: str, arch: Arch, steps: tuple[Triple, ...], restarts: tuple[int, ...]
@@ -146,17 +152,17 @@ class _Launcher:
         self._prepared = lru_cache(_PREPARED)(self._prepare)
 
     def run(self, call: ProductCall | SmallCall, device: torch.device) -> None:
+        self._prepared(call, device)()
+
+    def _prepare(self, call: ProductCall | SmallCall, device: torch.device) -> Callable[[], None]:
+        from dmuon.kernels.gpu.driver import prepared
+        from dmuon.kernels.gpu.load import binary_for
+
         arch = arch_of(device)
         if arch is None:
             raise Unsupported(
                 f"the {self._backend} backend needs a CUDA GPU, and the operands are on {device}"
             )
-        self._prepared(call, device, arch)()
-
-    def _prepare(self, call: ProductCall | SmallCall, device: torch.device, arch: Arch) -> Callable[[], None]:
-        from dmuon.kernels.gpu.driver import prepared
-        from dmuon.kernels.gpu.load import binary_for
-
         binary = binary_for(self._specify(call, arch))
         return prepared(binary, self._launch(call, binary, device), device)
 

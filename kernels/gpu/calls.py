@@ -42,17 +42,6 @@ class Matrices:
         """Whether a column is contiguous."""
         return self.row_stride == 1
 
-    def aligned(self, size: int) -> bool:
-        """Whether every row (column, if column-major) of every matrix starts at a multiple of ``size`` bytes."""
-        lines = self.row_stride if self.row_major else self.column_stride
-        count = self.rows if self.row_major else self.columns
-        offsets = [self.address]
-        if count > 1:
-            offsets.append(lines * self.item_bytes)
-        if self.batch > 1:
-            offsets.append(self.batch_stride * self.item_bytes)
-        return all(offset % size == 0 for offset in offsets)
-
 
 @dataclass(frozen=True)
 class ProductCall:

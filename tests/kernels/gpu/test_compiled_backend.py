@@ -11,6 +11,7 @@ import pytest
 import torch
 from ptx import Memory, run
 
+import dmuon.kernels.gpu.driver
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.choose import NSChoice, ProductChoice
 from dmuon.kernels.coefficients import polar_express
@@ -56,6 +57,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Arch]]:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3)
     )
+    for name in COMPILED:
+        monkeypatch.setattr(BACKENDS[name], "_built", {})
     launched.clear()
     yield use
 
@@ -87,6 +90,25 @@ def test_a_whole_iteration_in_one_launch(on: Callable[[str], Arch]) -> None:
     exact = polynomial_polar(G, polar_express())
     assert relative_error(result, exact).max() < tolerance(torch.bfloat16)
     assert len(launched) == 1
+
+
+def test_a_launch_is_made_once_and_repeated(
+    on: Callable[[str], Arch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs every step must not be specified, looked up and packed every step."""
+    product = ProductChoice("triton", BACKENDS["triton"].configs("gram", 24, 40, "fp16", on("sm_80"))[0])
+    made: list[Launch] = []
+    original = dmuon.kernels.gpu.driver.prepared
+
+    def prepared(binary: Binary, launch: Launch, device: torch.device) -> Callable[[], None]:
+        made.append(launch)
+        return original(binary, launch, device)
+
+    monkeypatch.setattr("dmuon.kernels.gpu.driver.prepared", prepared)
+    X, out = gaussian(24, 40).half(), torch.empty(24, 24, dtype=torch.float16)
+    for _ in range(3):
+        BACKENDS["triton"].build("gram", product.config)(X, out)
+    assert len(made) == 1 and len(launched) == 3
 
 
 def test_what_a_kernel_cannot_serve_runs_on_torch_and_is_reported_once(on: Callable[[str], Arch]) -> None:
