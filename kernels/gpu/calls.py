@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,17 @@ class Matrices:
         """Of a (m, n) or (B, m, n) tensor."""
         batched = tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
         return cls(tensor.data_ptr(), precision_name(tensor.dtype), *batched.shape, *batched.stride())
+
+    @property
+    def transposed(self) -> Matrices:
+        """The same memory with rows and columns exchanged."""
+        return replace(
+            self,
+            rows=self.columns,
+            columns=self.rows,
+            row_stride=self.column_stride,
+            column_stride=self.row_stride,
+        )
 
     @property
     def item_bytes(self) -> int:

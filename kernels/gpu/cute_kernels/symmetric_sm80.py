@@ -12,10 +12,16 @@ from typing import Any
 from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, f32, i32, i64, pointer
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
-
-_ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_BAND = 8
-"""Tile rows that are walked together, column by column: about the root of the number of multiprocessors."""
+from dmuon.kernels.gpu.cute_kernels.operands import (
+    BAND,
+    HALF,
+    ITEM_BYTES,
+    OPS,
+    check_operands,
+    check_shared,
+    complaint,
+    move_by_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Plan:
     @property
     def vector(self) -> int:
         """Elements of C or the result in 16 bytes."""
-        return 16 // _ITEM_BYTES[self.out_dtype]
+        return 16 // ITEM_BYTES[self.out_dtype]
 
     @property
     def pitch(self) -> int:
@@ -75,8 +81,8 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """The stages; then, in their place, the finished tile."""
-        stages = 2 * self.stages * self.stage_elements * _ITEM_BYTES[self.dtype]
-        return max(stages, self.tile * self.pitch * _ITEM_BYTES[self.out_dtype])
+        stages = 2 * self.stages * self.stage_elements * ITEM_BYTES[self.dtype]
+        return max(stages, self.tile * self.pitch * ITEM_BYTES[self.out_dtype])
 
 
 class SymmetricSm80:
@@ -89,6 +95,7 @@ class SymmetricSm80:
         f"gpu/cute_kernels/{name}.py"
         for name in (
             "compile",
+            "operands",
             "symmetric_sm80",
             "symmetric_sm80_kernel",
             "symmetric_sm80_epilogue",
@@ -97,7 +104,7 @@ class SymmetricSm80:
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
-        if op not in _OPS or dtype not in ("bf16", "fp16"):
+        if op not in OPS or dtype not in HALF:
             return []
         depth = n if op == "gram" else m
         found = []
@@ -115,8 +122,8 @@ class SymmetricSm80:
         return found
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
-        if op not in _OPS:
-            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
         if set(config) != set(_FIELDS):
             raise ValueError(f"config must have the fields {sorted(_FIELDS)}, got {sorted(config)}")
         for name, values in _FIELDS.items():
@@ -135,28 +142,11 @@ class SymmetricSm80:
 
     def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
         self.check(call.op, config)
-        if call.A.dtype not in ("bf16", "fp16") or call.out.dtype not in _ITEM_BYTES:
-            raise Unsupported(
-                f"needs fp16 or bf16 operands, got {call.A.dtype} with a result in {call.out.dtype}"
-            )
-        if call.B is not None and call.B.dtype != call.A.dtype:
-            raise Unsupported(f"A and B must have one dtype, got {call.A.dtype} and {call.B.dtype}")
-        if call.C is not None and call.C.dtype != call.out.dtype:
-            raise Unsupported(
-                f"C and the result must have one dtype, got {call.C.dtype} and {call.out.dtype}"
-            )
-        for name, matrices in {"A": call.A, "B": call.B, "C": call.C, "out": call.out}.items():
-            complaint = matrices and _complaint(matrices, _by_columns(matrices))
-            if complaint:
-                raise Unsupported(f"{name} {complaint}")
+        check_operands(call, _complaint)
         # A symmetric operand's columns are its rows.
         column_major = call.op == "gram" and _by_columns(call.A)
         plan = Plan(call.A.dtype, call.out.dtype, column_major, **config)
-        if plan.shared_bytes > arch.shared_bytes:
-            raise Unsupported(
-                f"{dict(config)} with a result in {call.out.dtype} needs {plan.shared_bytes} bytes of shared "
-                f"memory, {arch.name} has {arch.shared_bytes}"
-            )
+        check_shared(plan.shared_bytes, config, call, arch)
         return KernelSpec("cute", "cute_kernels.symmetric_sm80_kernel", arch.name, asdict(plan))
 
     def launch(
@@ -172,7 +162,7 @@ class SymmetricSm80:
         operands = (call.A, call.B or call.A, C or call.out, call.out)
         addresses = (call.A.address, operands[1].address, C.address if C else 0, call.out.address)
         one = int(call.B is None or call.B == call.A)
-        ints = (call.out.rows, call.A.columns, side, each, _BAND, one)
+        ints = (call.out.rows, call.A.columns, side, each, BAND, one)
         args = (
             *(pointer(address) for address in addresses),
             *(i64(matrices.batch_stride if matrices.batch > 1 else 0) for matrices in operands),
@@ -184,8 +174,6 @@ class SymmetricSm80:
 
 
 SYMMETRIC_SM80 = SymmetricSm80()
-
-_OPS = ("gram", "symmetric_product")
 
 _FIELDS: dict[str, tuple[int, ...]] = {
     "tile": (32, 64, 128),
@@ -220,30 +208,16 @@ _CONFIGS = (
 
 def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
     """Why the matrices cannot be moved by rows (columns), 16 bytes at a time; ``None`` if they can."""
-    lines, kind, along = matrices.row_stride, "row", matrices.column_stride
-    count, length = matrices.rows, matrices.columns
+    lines, kind, count = matrices.row_stride, "row", matrices.rows
     if by_columns:
-        lines, kind, along, count, length = along, "column", lines, length, count
-    if length > 1 and along != 1:
-        strides = f"{matrices.row_stride}, {matrices.column_stride}"
-        return f"must be contiguous along a row or a column, got strides {strides}"
-    distances = {"first element": matrices.address}
-    if count > 1:
-        distances[f"{kind} stride"] = lines * matrices.item_bytes
-        if lines >= 1 << 31:
-            return f"must have a {kind} stride below 2**31 elements, got {lines}"
-    if matrices.batch > 1:
-        distances["batch stride"] = matrices.batch_stride * matrices.item_bytes
-    for name, value in distances.items():
-        if value % 16:
-            return f"must have its {name} at a multiple of 16 bytes, got {value}"
-    return None
+        lines, kind, count = matrices.column_stride, "column", matrices.columns
+    if count > 1 and lines >= 1 << 31:
+        return f"must have a {kind} stride below 2**31 elements, got {lines}"
+    return complaint(matrices, by_columns)
 
 
 def _by_columns(matrices: Matrices) -> bool:
-    """Whether to move the matrices by columns: because rows cannot be, and columns can or are contiguous at least."""
-    contiguous = matrices.column_major and not matrices.row_major
-    return _complaint(matrices, False) is not None and (contiguous or _complaint(matrices, True) is None)
+    return move_by_columns(matrices, _complaint)
 
 
 def _line_stride(matrices: Matrices) -> int:

@@ -12,13 +12,21 @@ from typing import Any
 from dmuon.kernels.gpu.arch import Arch, arch_named
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, TensorMap, Unsupported, f32, i32
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
+from dmuon.kernels.gpu.cute_kernels.operands import (
+    BAND,
+    HALF,
+    ITEM_BYTES,
+    OPS,
+    check_operands,
+    check_shared,
+    complaint,
+    distances,
+    move_by_columns,
+)
 
 BLOCK = 64
 """Rows and columns of a block: what one warpgroup finishes and stores at a time."""
 
-_ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_BAND = 8
-"""Tile rows that are walked together, column by column: about the root of the number of multiprocessors."""
 
 _ARCH = arch_named("sm_90a")
 
@@ -96,11 +104,11 @@ class Plan:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.rows + self.tile) * self.bk * _ITEM_BYTES[self.dtype]
+        return (self.rows + self.tile) * self.bk * ITEM_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
-        return BLOCK * BLOCK * _ITEM_BYTES[self.out_dtype]
+        return BLOCK * BLOCK * ITEM_BYTES[self.out_dtype]
 
     @property
     def shared_bytes(self) -> int:
@@ -122,6 +130,7 @@ class SymmetricSm90:
         f"gpu/cute_kernels/{name}.py"
         for name in (
             "compile",
+            "operands",
             "symmetric_sm90",
             "symmetric_sm90_blocks",
             "symmetric_sm90_kernel",
@@ -130,7 +139,7 @@ class SymmetricSm90:
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
-        if arch != _ARCH or op not in _OPS or dtype not in ("bf16", "fp16"):
+        if arch != _ARCH or op not in OPS or dtype not in HALF:
             return []
         area = {tile: -(-m // tile) * (-(-m // tile) + 1) // 2 * tile**2 for tile in (64, 128, 192, 256)}
         # Larger tiles load less for each product, but may cover much more than the triangle; from a few thousand
@@ -139,8 +148,8 @@ class SymmetricSm90:
         return [dict(config) for config in _CONFIGS if config["tile"] in tiles]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
-        if op not in _OPS:
-            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
         if set(config) != set(_FIELDS):
             raise ValueError(f"config must have the fields {', '.join(_FIELDS)}, got {sorted(config)}")
         shapes = {
@@ -162,30 +171,13 @@ class SymmetricSm90:
         self.check(call.op, config)
         if arch != _ARCH:
             raise Unsupported(f"needs {_ARCH.name}, got {arch.name}")
-        if call.A.dtype not in ("bf16", "fp16") or call.out.dtype not in _ITEM_BYTES:
-            raise Unsupported(
-                f"needs fp16 or bf16 operands, got {call.A.dtype} with a result in {call.out.dtype}"
-            )
-        if call.B is not None and call.B.dtype != call.A.dtype:
-            raise Unsupported(f"A and B must have one dtype, got {call.A.dtype} and {call.B.dtype}")
-        if call.C is not None and call.C.dtype != call.out.dtype:
-            raise Unsupported(
-                f"C and the result must have one dtype, got {call.C.dtype} and {call.out.dtype}"
-            )
-        for name, matrices in {"A": call.A, "B": call.B, "C": call.C, "out": call.out}.items():
-            complaint = None if matrices is None else _complaint(matrices, _by_columns(matrices))
-            if complaint:
-                raise Unsupported(f"{name} {complaint}")
+        check_operands(call, _complaint)
         # A symmetric operand's columns are its rows.
         column_major = call.op == "gram" and _by_columns(call.A)
         plan = Plan(call.A.dtype, call.out.dtype, column_major, **config)
         if plan.cluster == 2 and plan.column_major and plan.tile % 128:
             raise Unsupported(f"clusters of 2 cannot halve tiles of {plan.tile} columns of a column-major X")
-        if plan.shared_bytes > arch.shared_bytes:
-            raise Unsupported(
-                f"{dict(config)} with a result in {call.out.dtype} needs {plan.shared_bytes} bytes of shared "
-                f"memory, {arch.name} has {arch.shared_bytes}"
-            )
+        check_shared(plan.shared_bytes, config, call, arch)
         return KernelSpec("cute", "cute_kernels.symmetric_sm90_kernel", arch.name, asdict(plan))
 
     def launch(
@@ -198,7 +190,7 @@ class SymmetricSm90:
         if tiles >= 1 << 31:
             raise Unsupported(f"{tiles} tiles are more than 32 bits count")
         C = call.C if call.beta != 0 else None
-        ints = (-(-call.A.columns // plan.bk), rows, each, tiles, _BAND, int(C is not None))
+        ints = (-(-call.A.columns // plan.bk), rows, each, tiles, BAND, int(C is not None))
         args: tuple[bytes | TensorMap, ...] = (
             _operand_map(call.A, call.op, plan, plan.rows),
             _operand_map(call.B or call.A, call.op, plan, plan.tile // plan.cluster),
@@ -212,8 +204,6 @@ class SymmetricSm90:
 
 
 SYMMETRIC_SM90 = SymmetricSm90()
-
-_OPS = ("gram", "symmetric_product")
 
 _FIELDS = ("arrangement", "tile", "rows", "bk", "stages", "cluster")
 
@@ -240,29 +230,14 @@ _CONFIGS: tuple[dict[str, Any], ...] = tuple(
 
 def _complaint(matrices: Matrices, by_columns: bool) -> str | None:
     """Why TMA cannot move the matrices by rows (columns); ``None`` if it can."""
-    lines, kind, along = matrices.row_stride, "row", matrices.column_stride
-    count, length = matrices.rows, matrices.columns
-    if by_columns:
-        lines, kind, along, count, length = along, "column", lines, length, count
-    if length > 1 and along != 1:
-        strides = f"{matrices.row_stride}, {matrices.column_stride}"
-        return f"must be contiguous along a row or a column, got strides {strides}"
-    distances = {"first element": matrices.address}
-    if count > 1:
-        distances[f"{kind} stride"] = lines * matrices.item_bytes
-    if matrices.batch > 1:
-        distances["batch stride"] = matrices.batch_stride * matrices.item_bytes
-    for name, value in distances.items():
-        if value % 16 or not value:
-            return f"must have its {name} at a multiple of 16 bytes, got {value}"
-    return None
+    for name, value in distances(matrices, by_columns).items():
+        if not value:
+            return f"must have its {name} at a multiple of 16 bytes, got 0"
+    return complaint(matrices, by_columns)
 
 
 def _by_columns(matrices: Matrices) -> bool:
-    """Whether to move matrices by columns, because they cannot be moved by rows."""
-    if _complaint(matrices, False) is None:
-        return False
-    return _complaint(matrices, True) is None or not matrices.row_major
+    return move_by_columns(matrices, _complaint)
 
 
 def _map(matrices: Matrices, by_columns: bool, lines_at_once: int) -> TensorMap:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from dmuon.kernels.gpu.binary import Binary, Launch, TensorMap, Unsupported, pointer
@@ -34,17 +33,6 @@ def complaint(matrices: Matrices) -> str | None:
     return None
 
 
-def transposed(matrices: Matrices) -> Matrices:
-    """The same memory with rows and columns exchanged."""
-    return replace(
-        matrices,
-        rows=matrices.columns,
-        columns=matrices.rows,
-        row_stride=matrices.column_stride,
-        column_stride=matrices.row_stride,
-    )
-
-
 def by_lines(name: str, matrices: Matrices) -> tuple[Matrices, bool]:
     """The matrices with contiguous rows, and whether they are transposed for that.
 
@@ -54,7 +42,7 @@ def by_lines(name: str, matrices: Matrices) -> tuple[Matrices, bool]:
     reason = complaint(matrices)
     if reason is None:
         return matrices, False
-    turned = transposed(matrices)
+    turned = matrices.transposed
     if complaint(turned) is None:
         return turned, True
     raise Unsupported(f"tilelang: {name} {reason}")

@@ -26,7 +26,6 @@ from dmuon.kernels.gpu.triton_kernels.operands import (
     elementwise,
     line_stride,
     shared_bytes,
-    transposed,
     vectors,
 )
 
@@ -161,7 +160,7 @@ def _operands(call: ProductCall) -> tuple[Matrices, Matrices, Matrices, Matrices
     C = call.C or call.out
     if contiguous_rows(call.out):
         return call.A, call.B, C, call.out
-    return transposed(call.B), transposed(call.A), transposed(C), transposed(call.out)
+    return call.B.transposed, call.A.transposed, C.transposed, call.out.transposed
 
 
 def _lower_operand(call: ProductCall, config: Mapping[str, Any]) -> str:

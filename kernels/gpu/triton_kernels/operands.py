@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from dmuon.kernels.gpu.arch import Arch
@@ -32,17 +31,6 @@ def contiguous_rows(matrices: Matrices) -> bool:
         return False
     strides = (matrices.row_stride, matrices.column_stride)
     raise Unsupported(f"triton: rows or columns must be contiguous, got strides {strides}")
-
-
-def transposed(matrices: Matrices) -> Matrices:
-    """The same memory with rows and columns exchanged."""
-    return replace(
-        matrices,
-        rows=matrices.columns,
-        columns=matrices.rows,
-        row_stride=matrices.column_stride,
-        column_stride=matrices.row_stride,
-    )
 
 
 def line_stride(matrices: Matrices) -> int:

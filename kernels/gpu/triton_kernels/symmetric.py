@@ -27,7 +27,6 @@ from dmuon.kernels.gpu.triton_kernels.operands import (
     elementwise,
     line_stride,
     shared_bytes,
-    transposed,
     vectors,
 )
 
@@ -144,4 +143,4 @@ def _operands(call: ProductCall) -> tuple[Matrices, Matrices, Matrices, Matrices
 
 def _by_rows(matrices: Matrices) -> Matrices:
     """A symmetric matrix with contiguous rows: with contiguous columns, it is its own transpose."""
-    return matrices if contiguous_rows(matrices) else transposed(matrices)
+    return matrices if contiguous_rows(matrices) else matrices.transposed

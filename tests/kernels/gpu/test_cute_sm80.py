@@ -5,25 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
+from cute_products import DTYPES, ExactCase, compiled, symmetric
 from ptx import Memory, run
 from ptx.mutate import survivors
-from ptx.report import Report
-from torch import Tensor
 
 from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Unsupported
-from dmuon.kernels.gpu.build import build_here
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
 from dmuon.kernels.gpu.cute_kernels.symmetric_sm80 import SYMMETRIC_SM80, Plan
 from dmuon.kernels.gpu.resources import resources_of
 from dmuon.kernels.gpu.toolchain import tool
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FIELDS = ("tile", "bk", "stages", "warps_m", "warps_n")
 
 
@@ -36,93 +32,22 @@ MIDDLE = config(64, 64, 2, 2, 2)
 LARGE = config(128, 32, 4, 2, 4)
 
 
-@lru_cache
-def compiled(spec: KernelSpec) -> Binary:
-    pytest.importorskip("cutlass")
-    return build_here(spec)
+class Case(ExactCase):
+    """For sm_80, or another architecture."""
 
+    family = SYMMETRIC_SM80
 
-def matrices(batch: int, rows: int, columns: int, dtype: str, by_columns: bool = False) -> Tensor:
-    """A batch with gaps of NaN between lines and between matrices, aligned to 16 bytes and no more."""
-    lines, length = (columns, rows) if by_columns else (rows, columns)
-    unit = 16 // DTYPES[dtype].itemsize
-    stride = (-(-length // unit) + 1) * unit
-    every = lines * stride + 3 * unit
-    buffer = torch.full((batch * every + 256,), float("nan"), dtype=DTYPES[dtype])
-    shift = -buffer.data_ptr() % 32 // buffer.itemsize + unit
-    view = buffer.as_strided((batch, lines, length), (every, stride, 1), shift)
-    return view.mT if by_columns else view
-
-
-def symmetric(values: Tensor) -> Tensor:
-    return values.tril() + values.tril(-1).mT
-
-
-class Case:
-    """One call on integers so small that every sum is exact; the interpreter refuses all access to other memory."""
-
-    def __init__(
-        self,
-        config: dict[str, Any],
-        m: int,
-        n: int,
-        op: str = "gram",
-        dtype: str = "bf16",
-        out_dtype: str = "bf16",
-        batch: int = 1,
-        by_columns: bool = False,
-        same: bool = False,
-        c: str = "other",
-        arch: str = "sm_80",
-    ) -> None:
-        generator = torch.Generator().manual_seed(m + n)
-        self.config, self.arch = config, ARCHS[arch]
-        self.A = matrices(batch, m, n, dtype, by_columns)
-        values = torch.randint(-2, 3, self.A.shape, generator=generator).to(self.A.dtype)
-        self.A.copy_(values if op == "gram" else symmetric(values))
-        self.B = None
-        if op == "symmetric_product":
-            # A and -A commute, and unlike A and A they show which of them was read.
-            self.B = self.A if same else matrices(batch, m, m, dtype, not by_columns).copy_(-self.A)
-        self.out = matrices(batch, m, m, out_dtype)
-        self.C = {"none": None, "other": matrices(batch, m, m, out_dtype, True), "out": self.out}[c]
-        alpha, beta, diag = 0.5, -2.0, 3.0
-        expected = alpha * (self.A.double() @ (self.A.mT if self.B is None else self.B).double())
-        expected += diag * torch.eye(m).double()
-        if self.C is not None:
-            self.C.copy_(symmetric(torch.randint(-4, 5, self.C.shape, generator=generator).to(self.C.dtype)))
-            expected += beta * self.C.double()
-        self.expected = expected.to(self.out.dtype)
-        self.c = None if self.C is None else self.C.clone()
-        described = [None if t is None else Matrices.of(t) for t in (self.A, self.B, self.C)]
-        self.call = ProductCall(op, *described, Matrices.of(self.out), alpha, beta, diag)
+    def __init__(self, *args: Any, arch: str = "sm_80", **others: Any) -> None:
+        super().__init__(*args, arch=arch, multiprocessors=108, **others)
 
     @property
-    def binary(self) -> Binary:
-        return compiled(SYMMETRIC_SM80.spec(self.call, self.config, self.arch))
-
-    def run(self, seed: int | None = None, binary: Binary | None = None) -> Report:
-        binary = binary or self.binary
-        self.out.fill_(float("nan"))
-        if self.C is not None:
-            self.C.copy_(self.c)
-        tensors = [t for t in (self.A, self.B, self.C, self.out) if t is not None]
-        launch = SYMMETRIC_SM80.launch(self.call, self.config, binary, 108)
-        return run(binary, launch, Memory.of(*tensors), seed=seed)
-
-    def exact(self) -> bool:
-        return torch.equal(self.out, self.expected) and torch.equal(self.out, self.out.mT)
-
-    def check(self, *seeds: int | None) -> None:
-        """Right with every seed, and matrix work on the lower triangle only, of tiles and of parts of tiles."""
+    def work(self) -> float:
+        """Of tiles, and within those on the diagonal of parts of tiles."""
         plan = Plan(**self.binary.spec.options)
         side, parts = -(-self.out.shape[-1] // plan.tile), plan.tile // (16 * plan.warps_m)
         depth = -(-self.A.shape[-1] // plan.bk) * plan.bk
         tiles = side * (side - 1) / 2 + side * (parts + 1) / (2 * parts)
-        for seed in seeds:
-            report = self.run(seed)
-            assert self.exact(), seed
-            assert report.flops == len(self.out) * tiles * 2 * plan.tile**2 * depth
+        return len(self.out) * tiles * 2 * plan.tile**2 * depth
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from cute_products import ExactCase, compiled, symmetric
 from ptx import Memory, run
-from ptx.report import Report
 from torch import Tensor
 
 from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, TensorMap, Unsupported, i32, pointer
-from dmuon.kernels.gpu.build import build_here
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
 from dmuon.kernels.gpu.cute_kernels.symmetric_sm90 import SYMMETRIC_SM90, Plan
 from dmuon.kernels.gpu.toolchain import tool
@@ -27,10 +26,7 @@ cute = pytest.importorskip("cutlass.cute")
 device_tiles = pytest.importorskip("dmuon.kernels.gpu.cute_kernels.symmetric_sm90_tiles")
 Int32 = cutlass.Int32
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SM_90A = ARCHS["sm_90a"]
-
-compiled = lru_cache(build_here)
 
 
 def config(
@@ -44,87 +40,23 @@ COOPERATIVE = config("cooperative", 128, 128, 4)
 PING_PONG = config("ping-pong", 64, 64, 3)
 
 
-def matrices(batch: int, rows: int, columns: int, dtype: str, by_columns: bool = False) -> Tensor:
-    """A batch with gaps between lines and between matrices, aligned to 16 bytes and no more."""
-    lines, length = (columns, rows) if by_columns else (rows, columns)
-    unit = 16 // DTYPES[dtype].itemsize
-    stride = (-(-length // unit) + 1) * unit
-    every = lines * stride + 3 * unit
-    buffer = torch.full((batch * every + 256,), float("nan"), dtype=DTYPES[dtype])
-    shift = -buffer.data_ptr() % 32 // buffer.itemsize + unit
-    view = buffer.as_strided((batch, lines, length), (every, stride, 1), shift)
-    return view.mT if by_columns else view
+class Case(ExactCase):
+    """For sm_90a, on a GPU of so many multiprocessors."""
 
+    family = SYMMETRIC_SM90
+    result_by_columns = True
 
-def symmetric(values: Tensor) -> Tensor:
-    return values.tril() + values.tril(-1).mT
-
-
-class Case:
-    """One call on integers so small that every sum is exact; the interpreter refuses all access to other memory."""
-
-    def __init__(
-        self,
-        config: dict[str, Any],
-        m: int,
-        n: int,
-        op: str = "gram",
-        dtype: str = "bf16",
-        out_dtype: str = "bf16",
-        batch: int = 1,
-        by_columns: bool = False,
-        c: str = "other",
-        multiprocessors: int = 2,
-        alpha: float = 0.5,
-    ) -> None:
-        generator = torch.Generator().manual_seed(m + n)
-        self.config, self.multiprocessors = config, multiprocessors
-        self.A = matrices(batch, m, n, dtype, by_columns)
-        values = torch.randint(-2, 3, self.A.shape, generator=generator).to(self.A.dtype)
-        self.A.copy_(values if op == "gram" else symmetric(values))
-        # A and -A commute, and unlike A and A they show which of them was read.
-        self.B = None if op == "gram" else matrices(batch, m, m, dtype, not by_columns).copy_(-self.A)
-        self.out = matrices(batch, m, m, out_dtype, by_columns and op != "gram")
-        self.C = {"none": None, "other": matrices(batch, m, m, out_dtype, True), "out": self.out}[c]
-        self.scalars = (alpha, -2.0, 3.0)
-        expected = alpha * (self.A.double() @ (self.A.mT if self.B is None else self.B).double())
-        expected += self.scalars[2] * torch.eye(m).double()
-        if self.C is not None:
-            self.C.copy_(symmetric(torch.randint(-4, 5, self.C.shape, generator=generator).to(self.C.dtype)))
-            expected += self.scalars[1] * self.C.double()
-        self.expected = expected.to(self.out.dtype)
-        self.c = None if self.C is None else self.C.clone()
-        described = [None if t is None else Matrices.of(t) for t in (self.A, self.B, self.C)]
-        self.call = ProductCall(op, *described, Matrices.of(self.out), *self.scalars)
+    def __init__(self, *args: Any, multiprocessors: int = 2, **others: Any) -> None:
+        super().__init__(*args, arch="sm_90a", multiprocessors=multiprocessors, **others)
 
     @property
-    def binary(self) -> Binary:
-        return compiled(SYMMETRIC_SM90.spec(self.call, self.config, SM_90A))
-
-    def launch(self, binary: Binary) -> Launch:
-        return SYMMETRIC_SM90.launch(self.call, self.config, binary, self.multiprocessors)
-
-    def run(self, seed: int | None, binary: Binary | None = None, launch: Launch | None = None) -> Report:
-        binary = binary or self.binary
-        self.out.fill_(float("nan"))
-        if self.C is not None:
-            self.C.copy_(self.c)
-        tensors = [t for t in (self.A, self.B, self.C, self.out) if t is not None]
-        return run(binary, launch or self.launch(binary), Memory.of(*tensors), seed=seed)
-
-    def exact(self) -> bool:
-        return torch.equal(self.out, self.expected) and torch.equal(self.out, self.out.mT)
-
-    def check(self, *seeds: int | None) -> None:
-        """Right with every seed, and no more matrix work than the lower triangle of tiles has."""
+    def work(self) -> int:
+        """Of whole tiles."""
         plan = Plan(**self.binary.spec.options)
         tiles = -(-self.out.shape[-1] // plan.tile)
         depth = -(-self.A.shape[-1] // plan.bk) * plan.bk
         lower = len(self.out) * tiles * (tiles + 1) // 2
-        for seed in seeds:
-            report = self.run(seed)
-            assert self.exact(), seed
-            assert report.flops == lower * 2 * plan.tile**2 * depth
+        return lower * 2 * plan.tile**2 * depth
 
 
 @pytest.mark.parametrize(("m", "n", "c"), [(1, 1, "none"), (72, 200, "out"), (136, 8, "other")])
