@@ -18,6 +18,7 @@ from ptx.warp import collective
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
+    from ptx.types import Array
 
 
 @dataclass(frozen=True)
@@ -225,11 +226,7 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
         return read
 
     def body(mask: Mask) -> None:
-        here = (
-            np.arange(machine.threads // WARPGROUP)
-            if mask is True
-            else np.unique(mask.nonzero()[0] // WARPGROUP)
-        )
+        here = _warpgroups(machine, mask)
         for warpgroup in here.tolist():
             first = warpgroup * WARPGROUP
             b = b_reader.issue(warpgroup, int(np.broadcast_to(b_descriptor, (machine.threads,))[first]))
@@ -252,16 +249,19 @@ def multiply(machine: Machine, statement: Instruction) -> Closure:
     return collective(machine, statement, None, body, WARPGROUP)
 
 
+def _warpgroups(machine: Machine, mask: Mask) -> Array:
+    """Those that a mask has threads of."""
+    if mask is True:
+        return np.arange(machine.threads // WARPGROUP)
+    return np.unique(mask.nonzero()[0] // WARPGROUP)
+
+
 @instruction("wgmma.fence")
 def fence(machine: Machine, statement: Instruction) -> Closure:
     tensor: TensorCores = machine.unit(TensorCores)
 
     def body(mask: Mask) -> None:
-        here = (
-            np.arange(machine.threads // WARPGROUP)
-            if mask is True
-            else np.unique(mask.nonzero()[0] // WARPGROUP)
-        )
+        here = _warpgroups(machine, mask)
         tensor.fenced.update(here.tolist())
 
     return collective(machine, statement, None, body, WARPGROUP)
@@ -272,11 +272,7 @@ def commit(machine: Machine, statement: Instruction) -> Closure:
     tensor: TensorCores = machine.unit(TensorCores)
 
     def body(mask: Mask) -> None:
-        here = (
-            np.arange(machine.threads // WARPGROUP)
-            if mask is True
-            else np.unique(mask.nonzero()[0] // WARPGROUP)
-        )
+        here = _warpgroups(machine, mask)
         for warpgroup in here.tolist():
             tensor.of(warpgroup).append([])
             tensor.committed[warpgroup] = tensor.committed.get(warpgroup, 0) + 1
@@ -293,11 +289,7 @@ def wait(machine: Machine, statement: Instruction) -> Closure:
         raise NotImplementedError(statement.opcode)
 
     def body(mask: Mask) -> None:
-        here = (
-            np.arange(machine.threads // WARPGROUP)
-            if mask is True
-            else np.unique(mask.nonzero()[0] // WARPGROUP)
-        )
+        here = _warpgroups(machine, mask)
         for warpgroup in here.tolist():
             groups = tensor.of(warpgroup)
             while len(groups) - 1 > left:
