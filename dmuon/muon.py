@@ -9,17 +9,15 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
-from dmuon.batching import Piece, Update, batches
-from dmuon.graphs import Replays, replayable
+from dmuon.adamw import step_adamw
+from dmuon.batching import Update
 from dmuon.groups import Matrices, check_options, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
-from dmuon.kernels.gram_ns import gram_ns
 from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
+from dmuon.matrix_step import MatrixStep, advance_momentum
 from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy
-from dmuon.shards import local
 from dmuon.slots import slots_of_model
 from dmuon.state import check_loadable
 
@@ -133,7 +131,7 @@ class Muon(torch.optim.Optimizer):
         self._rules: Mapping[str, AdjustRule] = {**RULES, **own}
         check_rule(defaults["adjust_lr"], self._rules)
         self._matrices: dict[Tensor, Matrices] = {}
-        self._replays = Replays()
+        self._matrix_step = MatrixStep(self._rules)
         self._owned = ownership_of(model_or_params) if isinstance(model_or_params, nn.Module) else None
         if isinstance(model_or_params, nn.Module):
             model_or_params = self._route(model_or_params)
@@ -222,11 +220,11 @@ class Muon(torch.optim.Optimizer):
         updates: list[Update] = []
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                updates += self._advance_momentum(group)
+                updates += self._begin(group)
             else:
-                self._step_adamw(group)
-        for batch in batches(updates):
-            self._orthogonal_update(batch)
+                step_adamw(group, self.state)
+        for _ in self._matrix_step.run(updates):
+            pass
         if self._owned is not None:
             self._owned.refresh()
         return loss
@@ -234,7 +232,7 @@ class Muon(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; of an owned model also those that are still under way (then collective)."""
         if self._owned is not None:
-            self._owned.finish()
+            self._owned.zero_grad()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -267,7 +265,7 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._replays, self._owned = Replays(), None
+        self._matrix_step, self._owned = MatrixStep(self._rules), None
 
     def _check_loadable(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         check_loadable(self, state_dict)
@@ -284,96 +282,14 @@ class Muon(torch.optim.Optimizer):
                         "neither Muon nor AdamW can use; build its embedding with sparse=False"
                     )
 
-    def _advance_momentum(self, group: dict[str, Any]) -> list[Update]:
-        """Fold the gradients into the momentum, decay the weights, and list the matrices to update."""
+    def _begin(self, group: dict[str, Any]) -> list[Update]:
+        """Advance the momentum of a Muon group, and list the matrices that are due for an update here."""
         updates = []
         for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
+            weight = parameter if self._owned is None else self._owned.masters_of.get(parameter)
+            if weight is None or weight.grad is None:
                 continue
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            momentum = state["momentum_buffer"]
-            gradient = gradient.to(momentum.dtype)
-            momentum.lerp_(gradient, 1 - group["momentum"])
-            if group["weight_decay"]:
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            updates += [Update(parameter, gradient, momentum, m, group) for m in self._matrices[parameter]]
+            gradient = advance_momentum(weight, weight.grad, self.state[parameter], group)
+            momentum = self.state[parameter]["momentum_buffer"]
+            updates += [Update(weight, gradient, momentum, m, group) for m in self._matrices[parameter]]
         return updates
-
-    def _orthogonal_update(self, batch: list[Piece]) -> None:
-        """Orthogonalise one batch of equal matrices and move each against its own result."""
-        matrix, group, like = batch[0].update.matrix, batch[0].update.group, batch[0].update.momentum
-        counts = [piece.count for piece in batch]
-        shape, recorded = (sum(counts), matrix.rows, matrix.cols), replayable(like.device)
-        empty = self._replays.buffer if recorded else torch.empty
-        stack = empty(shape, dtype=like.dtype, device=like.device)
-        for piece, target in zip(batch, torch.split(stack, counts), strict=True):
-            if piece.update.group["nesterov"]:
-                torch.lerp(piece.gradient(), piece.momentum(), piece.update.group["momentum"], out=target)
-            else:
-                target.copy_(piece.momentum())
-        how = {"coefficients": group["coefficients"], "precision": group["precision"]}
-        if recorded:
-            self._replays.run(tuple(how.values()), stack, lambda stack: gram_ns(stack, **how, out=stack))
-        else:
-            gram_ns(stack, **how, out=stack)
-        for piece, direction in zip(batch, torch.split(stack, counts), strict=True):
-            _move(piece.parameter(), direction, piece.update.group, self._factor(piece.update))
-
-    def _factor(self, update: Update) -> float:
-        return self._rules[update.group["adjust_lr"]](update.matrix.rows, update.matrix.cols)
-
-    def _step_adamw(self, group: dict[str, Any]) -> None:
-        """torch's own AdamW on the group's parameters that have a gradient."""
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        gradients: list[Tensor] = [parameter.grad for parameter in parameters]
-        states = [self._adamw_state(parameter, group["fused"]) for parameter in parameters]
-        if group["fused"]:
-            # The fused kernels walk memory: what is laid out otherwise than its parameter would be misread.
-            gradients = [_laid_out_like(p, g) for p, g in zip(parameters, gradients, strict=True)]
-            for parameter, state in zip(parameters, states, strict=True):
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = _laid_out_like(parameter, state[key])
-        adamw(
-            [local(parameter) for parameter in parameters],
-            [local(gradient) for gradient in gradients],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=group["fused"] or None,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
-
-    def _adamw_state(self, parameter: Tensor, fused: bool) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            # The fused kernels count on the device; the others on the host, to spare launches.
-            device = parameter.device if fused else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
-
-
-def _move(parameter: Tensor, direction: Tensor, group: dict[str, Any], factor: float) -> None:
-    """parameter ∓ lr·factor·direction. ``direction`` is scratch."""
-    lr, sign = group["lr"], 1.0 if group["maximize"] else -1.0
-    if isinstance(lr, Tensor):
-        parameter.add_(direction.mul_(lr * factor), alpha=sign)
-    else:
-        parameter.add_(direction, alpha=sign * lr * factor)
-
-
-def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    if tensor.stride() == parameter.stride():
-        return tensor
-    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)

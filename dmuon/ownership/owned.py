@@ -135,7 +135,9 @@ class Owned:
 
     Attributes:
         params: the parameters that FSDP must ignore.
+        parameters: name → the same, in the order of the model.
         masters: name → weight, of what this rank owns. The optimizer updates these.
+        masters_of: the same by the model's parameter.
         matrices: name → what Muon orthogonalises in it, of all owned parameters.
         plan: who owns what.
         policy: which parameters are matrices.
@@ -155,10 +157,13 @@ class Owned:
     ) -> None:
         self.matrices, self.plan, self.policy, self.routes = matrices, plan, policy, routes
         every = [matrix for bucket in buckets for matrix in bucket.matrices]
-        self.params = {matrix.parameter for matrix in every}
         masters = {matrix.name: matrix.master for matrix in every if matrix.master is not None}
         # Registration order, whatever the order in the buckets.
         self.masters = {name: masters[name] for name in matrices if name in masters}
+        parameters = {matrix.name: matrix.parameter for matrix in every}
+        self.parameters = {name: parameters[name] for name in matrices}
+        self.params = set(parameters.values())
+        self.masters_of = {m.parameter: m.master for m in every if m.master is not None}
         self._publisher = Publisher(buckets, routes, reshard)
         self._reducer = Reducer(buckets, routes, control, reduce_dtype)
         self._runtime = Runtime(model, buckets, self._publisher, self._reducer)
@@ -182,6 +187,12 @@ class Owned:
     def finish(self) -> None:
         """Bring all gradients to the masters. ``Muon.step`` and ``clip_grad_norm_`` do it. Collective."""
         self._runtime.finish()
+
+    def zero_grad(self) -> None:
+        """Drop all owned gradients, those under way included. ``Muon.zero_grad`` does it. Collective."""
+        self.finish()
+        for master in self.masters.values():
+            master.grad = None
 
     def refresh(self) -> None:
         """Publish anew: the masters have changed. ``Muon.step`` does it; do it after you wrote to them. Collective."""

@@ -14,9 +14,10 @@ from dmuon.ownership.owned import Owned
 def groups_of_owned(
     model: nn.Module, owned: Owned
 ) -> tuple[list[dict[str, Any]], dict[Tensor, tuple[Matrix, ...]]]:
-    """A Muon group of the masters on this rank, an AdamW group of what is FSDP's, and the masters' matrices.
+    """A Muon group of all owned parameters, an AdamW group of the rest, and the matrices of the owned ones.
 
-    All ranks get the same groups, if need be empty ones: a change to a group then means the same everywhere.
+    All ranks get the same groups, whatever they own: a change to a group means the same everywhere, and whoever
+    looks a parameter of the model up in the optimizer finds it. The owner alone updates it and has its state.
 
     Raises:
         ValueError: nothing of the model is sharded, so that nobody would reduce the gradients of the rest.
@@ -28,8 +29,8 @@ def groups_of_owned(
             f"nobody reduces the gradients of the parameters that are not owned, such as {rest[0][0]!r}: "
             "call fully_shard(module, mesh=mesh, ignored_params=owned.params) on the blocks and the model first"
         )
-    names, masters = list(owned.masters), list(owned.masters.values())
-    groups: list[dict[str, Any]] = [{"params": masters, "param_names": names, "algorithm": "muon"}]
+    names, parameters = list(owned.parameters), list(owned.parameters.values())
+    groups: list[dict[str, Any]] = [{"params": parameters, "param_names": names, "algorithm": "muon"}]
     if rest:
         groups.append({"params": rest, "algorithm": "adamw"})
-    return groups, {master: owned.matrices[name] for name, master in owned.masters.items()}
+    return groups, {parameter: owned.matrices[name] for name, parameter in owned.parameters.items()}

@@ -180,16 +180,16 @@ def train_both(training: Training) -> dict[str, Any]:
     return {
         "loss": worst_loss,
         "weights": difference(model, owned, reference),
-        "state": 0.0 if run is not model else _state_difference(optimizer, alone),
+        "state": 0.0 if run is not model else _state_difference(owned, optimizer, alone),
         "norm": max(norms, default=0.0),
     }
 
 
-def _state_difference(optimizer: dmuon.Muon, alone: dmuon.Muon) -> float:
+def _state_difference(owned: Any, optimizer: dmuon.Muon, alone: dmuon.Muon) -> float:
     """The largest of any state on this rank; infinite where only one side has any."""
     state, expected = _state_by_name(optimizer), _state_by_name(alone)
-    held = {name for group in optimizer.param_groups for name in group["param_names"]}
-    if state.keys() != expected.keys() & held:
+    elsewhere = owned.parameters.keys() - owned.masters.keys()
+    if state.keys() != expected.keys() - elsewhere:
         return math.inf
     pairs = [(state[name][key], expected[name][key]) for name in state for key in expected[name]]
     whole = [(ours.full_tensor() if hasattr(ours, "full_tensor") else ours, theirs) for ours, theirs in pairs]

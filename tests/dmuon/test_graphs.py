@@ -103,8 +103,8 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.recorder = Recorder()
-        monkeypatch.setattr("dmuon.muon.replayable", lambda device: True)
-        monkeypatch.setattr("dmuon.muon.Replays", lambda: Replays(self.recorder))
+        monkeypatch.setattr("dmuon.matrix_step.replayable", lambda device: True)
+        monkeypatch.setattr("dmuon.matrix_step.Replays", lambda: Replays(self.recorder))
 
 
 def train(steps: int, lr: Callable[[int], float]) -> list[Tensor]:
