@@ -14,13 +14,13 @@ from dmuon.matrix import Matrix
 from dmuon.names import plural
 from dmuon.ownership.buckets import Bucket, block_of
 from dmuon.ownership.control import Control
-from dmuon.ownership.plan import Plan, given_plan, greedy_plan, matrix_costs
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.reducer import Reducer
 from dmuon.ownership.registry import ATTRIBUTE, ownership_of
 from dmuon.ownership.routes import FlatRoutes, Routes
 from dmuon.ownership.runtime import Runtime
 from dmuon.ownership.two_level import TwoLevelRoutes
+from dmuon.planner import Plan, given_plan, greedy_plan, matrix_costs
 from dmuon.policy import MatrixPolicy, Routing
 
 
@@ -54,7 +54,7 @@ def own(
         mesh: over all processes, of one dimension, or of two: (replicate, shard), as FSDP2's hybrid sharding has it.
             Then gradients are added up inside a shard group before they cross, and weights cross once.
         policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
-        plan: who owns what, as a :class:`~dmuon.ownership.plan.Plan` or as name → rank; None for the greedy plan
+        plan: who owns what, as a :class:`~dmuon.planner.Plan` or as name → rank; None for the greedy plan
             by arithmetic operations.
         reshard_after_forward: free published weights after the forward and publish them again for the backward
             (ZeRO-3), or keep them until then (ZeRO-2).

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from own_models import GPT
 from torch import nn
 
-from dmuon.ownership.plan import Plan, given_plan, greedy_plan, matrix_costs
+from dmuon.planner import Plan, given_plan, greedy_plan, matrix_costs
 from dmuon.policy import MatrixPolicy
 
 
