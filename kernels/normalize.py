@@ -1,8 +1,7 @@
 """The scaled working copy that an iteration starts from: X = G / ‖G‖_F in the working precision.
 
 G is divided by max|G| first, so that a gradient of any size — 1e-30 or 1e18 — gives the same X; an exact zero
-stays zero, and NaN or Inf makes its own matrix NaN and no other. Norms are summed per row, then in fp64. On a CPU,
-where looking at a number costs nothing, a lone matrix whose squares are in range is divided by its norm at once.
+stays zero, and NaN or Inf makes its own matrix NaN and no other. Norms are summed per row, then in fp64.
 """
 
 from __future__ import annotations
@@ -17,23 +16,22 @@ _SAFE_NORMS = (1e-12, 1e18)
 """Between these, the squares of all fp32 entries that count are neither subnormal nor infinite."""
 
 
+def plain_norm(G: Tensor, dtype: torch.dtype) -> float | None:
+    """‖G‖_F if products of G itself, scaled by it, are as good as those of a scaled copy; else ``None``.
+
+    So it is for a lone fp32 matrix on a CPU, where looking at a number costs nothing, whose squares are in range.
+    """
+    if G.ndim != 2 or G.device.type != "cpu" or not G.dtype == dtype == torch.float32:
+        return None
+    norm = float(_frobenius(G))
+    return norm if _SAFE_NORMS[0] < norm < _SAFE_NORMS[1] else None
+
+
 def normalized_copy(G: Tensor, out: Tensor) -> Tensor:
     """Fill ``out`` (working dtype, G's shape (…, rows, cols)) with G / ‖G‖_F, matrix by matrix.
 
     G is only read. Temporaries stay below the working m×m matrices of the iteration, except for tiny inputs.
     """
-    # Into another dtype, torch divides through a temporary.
-    lean = G.dtype == out.dtype or G.numel() <= _SMALLEST_PANEL
-    if (
-        G.ndim == 2
-        and G.device.type == "cpu"
-        and G.dtype == torch.float32
-        and out.dtype != torch.float64
-        and lean
-    ):
-        norm = _frobenius(G)
-        if _SAFE_NORMS[0] < float(norm) < _SAFE_NORMS[1]:
-            return torch.div(G, norm.float(), out=out)
     # Two plain reductions: measured on a CPU, fifty times as fast as an infinity norm.
     largest = torch.maximum(G.amax((-2, -1), keepdim=True), -G.amin((-2, -1), keepdim=True))
     _lift_zero(largest)

@@ -27,7 +27,7 @@ from dmuon.kernels.backends.compiled import LINE_BYTES
 from dmuon.kernels.choose import NSChoice, ProductChoice
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.kernels.gpu.binary import Unsupported
-from dmuon.kernels.normalize import normalized_copy
+from dmuon.kernels.normalize import normalized_copy, plain_norm
 from dmuon.kernels.precision import precision_name
 
 _CACHE_BYTES = 16 << 20
@@ -74,7 +74,10 @@ def run_ns(
             run_ns(G[part], choice, coefficients, dtype, out[part], strict=strict)
         return out
     segments = _segments(coefficients.steps, _restarts(choice, coefficients))
-    working = _empty(G.shape, dtype, G.device)
+    # Where products can scale G as they read it, no copy of it is made.
+    norm = plain_norm(G, dtype) if out.dtype == dtype and out.data_ptr() != G.data_ptr() else None
+    direct = norm is not None
+    working = out if direct and len(segments) == 1 else _empty(G.shape, dtype, G.device)
     spare = _spare(out, dtype)
     # X moves between `working` and `spare` at every apply; the last must land where the result is wanted.
     start, other = working, spare
@@ -83,15 +86,15 @@ def run_ns(
     if start is not working and start is not out and out.data_ptr() == G.data_ptr():
         # A copy of G in its own memory, in another dtype: it would overwrite what it still has to read.
         start, other = working, None
-    normalized_copy(G, start)
+    first = G if direct else normalized_copy(G, start)
 
     tall = G.shape[-2] > G.shape[-1]
-    X, Y, result = (None if t is None else _matrices(t, tall) for t in (start, other, out))
-    assert X is not None and result is not None
+    source, X, Y, result = (None if t is None else _matrices(t, tall) for t in (first, start, other, out))
+    assert source is not None and X is not None and result is not None
     # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
     buffers, m = 3 if choice.method == "standard" else 4, X.shape[-2]
     grams = _empty((buffers, *X.shape[:-2], m, m), dtype, G.device)
-    _iterate(X, Y, result, grams, segments, _Products(choice, strict))
+    _iterate(source, 1 / norm if norm else 1.0, X, Y, result, grams, segments, _Products(choice, strict))
     return out
 
 
@@ -215,6 +218,8 @@ def _matrices(tensor: Tensor, tall: bool) -> Tensor:
 
 
 def _iterate(
+    source: Tensor,
+    scale: float,
     X: Tensor,
     Y: Tensor | None,
     result: Tensor,
@@ -222,15 +227,18 @@ def _iterate(
     segments: list[tuple[Triple, ...]],
     products: _Products,
 ) -> None:
-    """Run all segments on X (2-D or 3-D); the orthogonalised matrix lands in ``result``. X and Y are scratch."""
+    """Run all segments on scale·``source`` (2-D or 3-D); the orthogonalised matrix lands in ``result``.
+
+    X and Y are scratch; ``source`` may be X, and else is only read.
+    """
     free = list(grams)
     for k, steps in enumerate(segments):
-        Q, shift = _polynomial(X, free, steps, products)
+        Q, shift = _polynomial(source, scale, free, steps, products)
         last = k == len(segments) - 1
         if last and result.dtype == X.dtype:
-            _apply(Q, X, result, shift, products)
+            _apply(Q, source, result, scale, shift, products)
         elif Y is not None:
-            _apply(Q, X, Y, shift, products)
+            _apply(Q, source, Y, scale, shift, products)
             X, Y = Y, X
         else:
             panel = next(buffer for buffer in free if buffer is not Q)
@@ -238,18 +246,19 @@ def _iterate(
             continue
         if last and result.dtype != X.dtype:
             result.copy_(X)
+        source, scale = X, 1.0
 
 
 def _polynomial(
-    X: Tensor, free: list[Tensor], steps: tuple[Triple, ...], products: _Products
+    X: Tensor, scale: float, free: list[Tensor], steps: tuple[Triple, ...], products: _Products
 ) -> tuple[Tensor, float]:
-    """Q and q, with Q + qI the product of the step polynomials of R = X Xᵀ; Q is one of the ``free`` buffers.
+    """Q and q, with Q + qI the product of the step polynomials of R = scale²·X Xᵀ; Q is one of the ``free`` buffers.
 
     A lone step leaves q = a out of Q: in half precision, a rounded diagonal a + bR + cR² would cost twice the
     error of all else. Several steps need each P rounded once and used the same in R and Q: there q = 0.
     """
     R, Q, *rest = free
-    products.gram(X, R)
+    products.gram(X, R, alpha=scale**2)
     if len(steps) == 1:
         ((a, b, c),) = steps
         return products.symmetric_product(R, R, Q, alpha=c, beta=b, C=R), a
@@ -269,9 +278,9 @@ def _polynomial(
     return Q, 0.0
 
 
-def _apply(Q: Tensor, X: Tensor, target: Tensor, shift: float, products: _Products) -> Tensor:
-    """target ← (Q + shift·I) X."""
-    return products.apply(Q, X, target, beta=shift, C=X if shift else None)
+def _apply(Q: Tensor, X: Tensor, target: Tensor, scale: float, shift: float, products: _Products) -> Tensor:
+    """target ← scale·(Q + shift·I) X."""
+    return products.apply(Q, X, target, alpha=scale, beta=scale * shift, C=X if shift else None)
 
 
 def _apply_by_panels(
@@ -282,4 +291,4 @@ def _apply_by_panels(
     for start in range(0, n, m):
         part = slice(start, min(start + m, n))
         columns = panel[..., : part.stop - start]
-        target[..., part].copy_(_apply(Q, X[..., part], columns, shift, products))
+        target[..., part].copy_(_apply(Q, X[..., part], columns, 1.0, shift, products))

@@ -65,3 +65,11 @@ def test_the_budget_holds(
     run_ns(G, choice, polar_express(), working, out)
     peak = peak_bytes(lambda: run_ns(G, choice, polar_express(), working, out), tmp_path)
     assert peak <= budget + SLACK
+
+
+def test_a_lone_fp32_matrix_is_read_where_it_lies(tmp_path: Path) -> None:
+    G, out = torch.randn(128, 2048), torch.empty(128, 2048)
+    torch_product = ProductChoice("torch")
+    choice = NSChoice("gram", (), torch_product, torch_product)
+    peak = peak_bytes(lambda: run_ns(G, choice, polar_express(), torch.float32, out), tmp_path)
+    assert peak < G.nbytes / 2
