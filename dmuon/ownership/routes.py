@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,32 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-
-class Work(Protocol):
-    """What is used of a ``torch.distributed.Work``."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> object: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Transfer:
-    """An exchange under way. Holding it keeps its buffers alive, which the backends do not promise to do."""
-
-    works: Sequence[Work]
-    buffers: tuple[Tensor, ...]
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> Tensor:
-        """The last buffer, once all has arrived (on CUDA: once the current stream will wait for it)."""
-        for work in self.works:
-            work.wait()
-        return self.buffers[-1]
+from dmuon.ownership.exchange import Exchange
+from dmuon.ownership.link_costs import GroupCosts, assumed_costs
+from dmuon.ownership.statistics import Statistics
 
 
 class Pending(Protocol):
@@ -50,11 +25,21 @@ class Pending(Protocol):
 
 
 class Routes(Protocol):
-    """What buckets travel by. ``order``: the ranks in the order of their parts in a buffer."""
+    """What buckets travel by.
+
+    Attributes:
+        rank: this one's.
+        size: how many ranks there are.
+        order: the ranks in the order of their parts in a buffer.
+        statistics: what has been moved.
+        levels: name → where publications and where reductions are exchanged.
+    """
 
     rank: int
     size: int
     order: list[int]
+    statistics: Statistics
+    levels: dict[str, tuple[Exchange, Exchange]]
 
     def publish(self, flat: Tensor, sizes: Sequence[int]) -> Pending: ...
 
@@ -71,50 +56,48 @@ class FlatRoutes:
 
     Args:
         mesh: one-dimensional.
+        costs: level ("flat") → what exchanges take, equal on all ranks; what is missing is assumed.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, costs: Mapping[str, GroupCosts] | None = None) -> None:
         ranks = mesh.mesh.flatten().tolist()
-        self._publishing, self._reducing = (dist.new_group(ranks) for _ in range(2))
-        self.rank, self.size = dist.get_rank(self._publishing), len(ranks)
+        self.statistics = Statistics()
+        self._publishing, self._reducing = exchanges(
+            [[ranks], [ranks]], ["flat", "flat"], mesh.device_type, costs or {}, self.statistics
+        )
+        self.levels = {"flat": (self._publishing, self._reducing)}
+        self.rank, self.size = self._publishing.rank, self._publishing.size
         self.order = list(range(self.size))
-        # A group's first collective connects it; here all ranks get to it at once and in one order.
-        for group in (self._publishing, self._reducing):
-            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
     def publish(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
         """Fill ``flat`` on every rank: consecutive parts of ``sizes``, from the ranks of ``order``."""
-        return send_parts(flat, sizes, self._publishing)
+        return self._publishing.publish(flat, sizes)
 
     def reduce(self, packed: Tensor, sizes: Sequence[int]) -> Pending:
-        """Send the parts of ``packed`` to the ranks of ``order``; the result is (ranks, own size)."""
-        return exchange(packed, sizes, self.rank, self._reducing)
+        """Send the parts of ``packed`` to the ranks of ``order``; the result's rows, (any, own size), add up."""
+        return self._reducing.reduce(packed, sizes)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of ``value`` over all ranks, in place."""
-        dist.all_reduce(value, group=self._reducing)
+        dist.all_reduce(value, group=self._reducing.group)
         return value
 
 
-def send_parts(flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Transfer:
-    """Fill ``flat`` on every rank of ``group``: part k, of ``sizes[k]``, comes from rank k."""
-    works = [
-        dist.broadcast(flat[stop - size : stop], group_src=rank, group=group, async_op=True)
-        for rank, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))
-        if size
-    ]
-    return Transfer(works, (flat,))
-
-
-def exchange(packed: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
-    """Send part k of ``packed`` to rank k of ``group``; the result is (ranks, own size): what each sent here."""
-    received = packed.new_empty(len(sizes), sizes[rank])
-    work = dist.all_to_all_single(
-        received.view(-1),
-        packed,
-        output_split_sizes=[sizes[rank]] * len(sizes),
-        input_split_sizes=list(sizes),
-        group=group,
-        async_op=True,
-    )
-    return Transfer([work], (packed, received))
+def exchanges(
+    partitions: Sequence[Sequence[list[int]]],
+    levels: Sequence[str],
+    device_type: str,
+    costs: Mapping[str, GroupCosts],
+    statistics: Statistics,
+) -> list[Exchange]:
+    """New process groups of this rank: one in each of ``partitions`` of all ranks into lists. Collective."""
+    made = []
+    for lists, level in zip(partitions, levels, strict=True):
+        # Every rank takes part in making every group.
+        groups: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in lists]
+        (group,) = (g for g, ranks in zip(groups, lists, strict=True) if dist.get_rank() in ranks)
+        made.append(Exchange(group, level, costs.get(level) or assumed_costs(device_type), statistics))
+    # A group's first collective connects it; here all ranks get to it at once and in one order.
+    for exchange in made:
+        dist.all_reduce(torch.zeros(1, device=device_type), group=exchange.group)
+    return made

@@ -6,16 +6,22 @@ added up inside a node, and weights go first to one rank of each node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.ownership.routes import Pending, Transfer, exchange, send_parts
+from dmuon.ownership.exchange import Transfer
+from dmuon.ownership.link_costs import GroupCosts
+from dmuon.ownership.routes import Pending, exchanges
+from dmuon.ownership.statistics import Statistics
 
 
 class TwoLevelRoutes:
@@ -26,9 +32,10 @@ class TwoLevelRoutes:
 
     Args:
         mesh: of two dimensions, with ranks in ascending order.
+        costs: level ("intra", "inter") → what exchanges take, equal on all ranks; what is missing is assumed.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, costs: Mapping[str, GroupCosts] | None = None) -> None:
         self._nodes, self._locals = mesh.shape
         self.rank, self.size = dist.get_rank(), mesh.size()
         self._node, self._local = divmod(self.rank, self._locals)
@@ -36,11 +43,14 @@ class TwoLevelRoutes:
         self.order = [i * self._locals + j for j in range(self._locals) for i in range(self._nodes)]
         grid = mesh.mesh.tolist()
         columns = [list(column) for column in zip(*grid, strict=True)]
-        (self._publish_in, self._publish_across), (self._reduce_in, self._reduce_across) = (
-            (_mine(grid, self.rank), _mine(columns, self.rank)) for _ in range(2)
+        self.statistics = Statistics()
+        self._publish_in, self._publish_across, self._reduce_in, self._reduce_across = exchanges(
+            [grid, columns] * 2, ["intra", "inter"] * 2, mesh.device_type, costs or {}, self.statistics
         )
-        for group in (self._publish_in, self._publish_across, self._reduce_in, self._reduce_across):
-            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+        self.levels = {
+            "intra": (self._publish_in, self._reduce_in),
+            "inter": (self._publish_across, self._reduce_across),
+        }
         chain = StreamChain if mesh.device_type == "cuda" else ThreadChain
         self._publications, self._reductions = chain(), chain()
 
@@ -50,28 +60,27 @@ class TwoLevelRoutes:
         mine = self._local_part(flat, by_local)
 
         def legs() -> Tensor:
-            send_parts(mine, by_local[self._local], self._publish_across).wait()
-            send_parts(flat, [sum(parts) for parts in by_local], self._publish_in).wait()
-            return flat
+            self._publish_across.publish(mine, by_local[self._local]).wait()
+            return self._publish_in.publish(flat, [sum(parts) for parts in by_local]).wait()
 
         return self._publications.run(legs, (flat,))
 
     def reduce(self, packed: Tensor, sizes: Sequence[int]) -> Pending:
-        """Send the parts of ``packed`` to the ranks of ``order``; the result is (nodes, own size), fp32 or wider."""
+        """Send the parts of ``packed`` to the ranks of ``order``; the result's rows, (any, own size), add up."""
         by_local = self._by_local(sizes)
         wide = torch.promote_types(packed.dtype, torch.float32)
 
         def legs() -> Tensor:
-            inside = exchange(packed, [sum(parts) for parts in by_local], self._local, self._reduce_in).wait()
+            inside = self._reduce_in.reduce(packed, [sum(parts) for parts in by_local]).wait()
             summed = inside.sum(0, dtype=wide)
-            return exchange(summed, by_local[self._local], self._node, self._reduce_across).wait()
+            return self._reduce_across.reduce(summed, by_local[self._local]).wait()
 
         return self._reductions.run(legs, (packed,))
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of ``value`` over all ranks, in place."""
-        dist.all_reduce(value, group=self._reduce_in)
-        dist.all_reduce(value, group=self._reduce_across)
+        for exchange in (self._reduce_in, self._reduce_across):
+            dist.all_reduce(value, group=exchange.group)
         return value
 
     def _by_local(self, sizes: Sequence[int]) -> list[list[int]]:
@@ -101,14 +110,48 @@ class Chained:
 
 
 class ThreadChain:
-    """Runs legs one after the other, in the order in which they are handed in, beside the caller."""
+    """Runs legs one after the other, in the order in which they are handed in, beside the caller.
+
+    Once legs have failed, all later ones do: they would meet other ranks' earlier ones.
+    """
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="dmuon")
+        self._queue: SimpleQueue[_Legs | None] = SimpleQueue()
+        # A daemon: a process whose main thread fails must end, so that its peers notice, whatever a leg waits for.
+        thread = Thread(target=_serve, args=(self._queue,), name="dmuon", daemon=True)
+        thread.start()
+        finalize(self, _stop, self._queue, thread)
 
     def run(self, legs: Callable[[], Tensor], buffers: tuple[Tensor, ...]) -> Chained:
         """Start ``legs``, which use ``buffers``."""
-        return Chained(self._worker.submit(legs), buffers)
+        future: Future[Tensor] = Future()
+        self._queue.put((legs, future))
+        return Chained(future, buffers)
+
+
+_Legs = tuple[Callable[[], Tensor], "Future[Tensor]"]
+
+
+def _serve(queue: SimpleQueue[_Legs | None]) -> None:
+    failure: BaseException | None = None
+    while (entry := queue.get()) is not None:
+        legs, future = entry
+        try:
+            if failure is not None:
+                raise RuntimeError(f"an earlier exchange has failed: {failure}") from failure
+            future.set_result(legs())
+        except BaseException as error:
+            failure = failure or error
+            future.set_exception(error)
+        # Do not keep buffers until the next legs come.
+        del entry, legs, future
+
+
+def _stop(queue: SimpleQueue[_Legs | None], thread: Thread) -> None:
+    """Also at exit: legs under way get a moment, for a thread that wakes up in a dying interpreter aborts it."""
+    queue.put(None)
+    if thread is not current_thread():
+        thread.join(timeout=5.0)
 
 
 class StreamChain:
@@ -137,9 +180,3 @@ class _Awaited:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
-
-
-def _mine(lists: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """Make a group of each list, on every rank; return the one with ``rank``."""
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in lists]
-    return next(group for group, ranks in zip(groups, lists, strict=True) if rank in ranks)
