@@ -11,9 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/optimizer.md", "docs/policy.md"])
+PAGES = ["README.md", "docs/index.md", "docs/optimizer.md", "docs/policy.md", "docs/tuning.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DMUON_CACHE", str(tmp_path))
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
     for example in examples:
