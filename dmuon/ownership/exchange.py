@@ -135,24 +135,14 @@ def _all_gather(flat: Tensor, sizes: Sequence[int], rank: int, group: dist.Proce
 
 
 def _all_to_all(flat: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
-    outputs = list(flat.split(list(sizes)))
-    inputs = [outputs[rank]] * len(sizes)
-    # Nothing to itself: its part is in its place.
-    outputs[rank] = inputs[rank] = flat[:0]
-    return Transfer([dist.all_to_all(outputs, inputs, group=group, async_op=True)], (flat,))
+    # Copies for all: a list of one and the same tensor is not taken by every backend.
+    copies = flat.split(list(sizes))[rank].repeat(len(sizes))
+    return _pairs(flat, sizes, copies, [sizes[rank]] * len(sizes), group)
 
 
 def _exchange(packed: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
     received = packed.new_empty(len(sizes), sizes[rank])
-    work = dist.all_to_all_single(
-        received.view(-1),
-        packed,
-        output_split_sizes=[sizes[rank]] * len(sizes),
-        input_split_sizes=list(sizes),
-        group=group,
-        async_op=True,
-    )
-    return Transfer([work], (packed, received))
+    return _pairs(received, [sizes[rank]] * len(sizes), packed, sizes, group)
 
 
 def _reduce(packed: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
@@ -175,6 +165,15 @@ def _reduce_scatter(packed: Tensor, sizes: Sequence[int], rank: int, group: dist
     received = packed.new_empty(largest)
     work = _reduce_scatter_single(received, sent.view(-1), group=group, async_op=True)
     return Transfer([work], (sent, received[: sizes[rank]].view(1, sizes[rank])))
+
+
+def _pairs(
+    received: Tensor, from_each: Sequence[int], sent: Tensor, to_each: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
+    """Every rank to every rank."""
+    splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
+    work = dist.all_to_all_single(received.view(-1), sent, **splits, group=group, async_op=True)
+    return Transfer([work], (sent, received))
 
 
 # torch renamed them in 2.13 and warns of the old names.

@@ -1,0 +1,189 @@
+"""By which way parts of buffers travel, and that every way brings the same."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from own_models import mesh_of
+from own_processes import outcome, run_ranks
+from torch import Tensor
+
+from dmuon.ownership.link_costs import (
+    GroupCosts,
+    LinkCosts,
+    assumed_costs,
+    publication_loads,
+    quickest,
+    reduction_loads,
+)
+from dmuon.ownership.routes import FlatRoutes
+from dmuon.ownership.two_level import ThreadChain, TwoLevelRoutes
+
+MB = 2**20
+SIZES = ([5, 5, 5, 5], [7, 0, 3, 1], [0, 0, 9, 0], [1, 2, 3, 4])
+WAYS = {
+    "publish": ("broadcast", "all_gather", "all_to_all"),
+    "reduce": ("all_to_all", "reduce", "reduce_scatter"),
+}
+
+
+def part(rank: int, size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(size, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def published(publish: Any, sizes: list[int], rank: int, order: list[int]) -> bool:
+    """Whether every rank's part arrives here."""
+    whole = torch.cat([part(r, size) for r, size in zip(order, sizes, strict=True)])
+    flat, mine = torch.full_like(whole, torch.nan), order.index(rank)
+    stops = list(accumulate(sizes))
+    mine_only = slice(stops[mine] - sizes[mine], stops[mine])
+    flat[mine_only] = whole[mine_only]
+    return torch.equal(publish(flat, sizes).wait(), whole) and torch.equal(flat, whole)
+
+
+def reduction_error(
+    reduce: Any, sizes: list[int], rank: int, order: list[int], dtype: torch.dtype = torch.float64
+) -> float:
+    """How far this rank's sum is from that of all ranks' own part."""
+    each = [part(r, sum(sizes), 7, dtype) for r in range(len(sizes))]
+    rows = reduce(each[rank].clone(), sizes).wait()
+    mine = order.index(rank)
+    stop = list(accumulate(sizes))[mine]
+    expected = torch.stack(each).double().sum(0)[stop - sizes[mine] : stop]
+    if rows.shape[1] != sizes[mine]:
+        return float("inf")
+    return (rows.double().sum(0) - expected).abs().max().item() if sizes[mine] else 0.0
+
+
+def every_way() -> list[str]:
+    """What goes wrong on any way, with sizes that are equal, uneven, and zero."""
+    rank, wrong = dist.get_rank(), []
+    routes = FlatRoutes(mesh_of())
+    publishing, reducing = routes.levels["flat"]
+    for sizes in SIZES:
+        for way in WAYS["publish"]:
+            routes.statistics.reset()
+            if not published(
+                lambda *args, way=way: publishing.publish(*args, way), sizes, rank, routes.order
+            ):
+                wrong.append(f"publish {way} {sizes}")
+            (counted,) = routes.statistics.as_dict()["exchanges"]
+            least = 8 * (sum(sizes) - sizes[rank])
+            if counted["bytes"] != (24 * max(sizes) if way == "all_gather" else least):
+                wrong.append(f"publish {way} {sizes} counts {counted}")
+        for way in WAYS["reduce"]:
+            error = reduction_error(
+                lambda *args, way=way: reducing.reduce(*args, way), sizes, rank, routes.order
+            )
+            if not error < 1e-14:
+                wrong.append(f"reduce {way} {sizes}: {error}")
+    half = reduction_error(
+        lambda *args: reducing.reduce(*args, "reduce_scatter"), SIZES[0], rank, routes.order, torch.bfloat16
+    )
+    if half:
+        wrong.append(f"bf16 was rounded on the way: {half}")
+    return wrong
+
+
+def test_every_way_brings_the_same() -> None:
+    assert run_ranks(4, every_way) == [[]] * 4
+
+
+def two_levels(nodes: int) -> list[str]:
+    """The same on nodes, with many exchanges under way at once."""
+    routes = TwoLevelRoutes(mesh_of(nodes)) if nodes > 1 else FlatRoutes(mesh_of())
+    rank, wrong = dist.get_rank(), []
+    flats = []
+    for seed, sizes in enumerate(SIZES):
+        whole = torch.cat([part(r, size, seed) for r, size in zip(routes.order, sizes, strict=True)])
+        flat, mine = torch.full_like(whole, torch.nan), routes.order.index(rank)
+        stop = list(accumulate(sizes))[mine]
+        flat[stop - sizes[mine] : stop] = whole[stop - sizes[mine] : stop]
+        flats.append((routes.publish(flat, sizes), flat, whole))
+        error = reduction_error(routes.reduce, sizes, rank, routes.order)
+        if not error < 1e-14:
+            wrong.append(f"reduce {sizes}: {error}")
+    for pending, flat, whole in flats:
+        pending.wait()
+        if not (pending.done and torch.equal(flat, whole)):
+            wrong.append("publish")
+    return wrong
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_two_levels_bring_the_same(nodes: int) -> None:
+    assert run_ranks(4, two_levels, nodes) == [[]] * 4
+
+
+def test_the_way_follows_sizes() -> None:
+    """On CUDA: one call for what is small, broadcasts above 100 MB on eight ranks, nothing padded."""
+
+    def ways(costs: GroupCosts, sizes: list[int]) -> tuple[str, str]:
+        return (
+            quickest(publication_loads(sizes), costs.publish),
+            quickest(reduction_loads(sizes), costs.reduce),
+        )
+
+    cuda, cpu = assumed_costs("cuda"), assumed_costs("cpu")
+    assert ways(cuda, [MB // 8] * 8) == ("all_gather", "reduce_scatter")
+    assert ways(cuda, [90 * MB // 8] * 8) == ("all_gather", "reduce_scatter")
+    assert ways(cuda, [120 * MB // 8] * 8) == ("broadcast", "reduce")
+    assert ways(cuda, [MB // 8, MB // 9] * 4) == ("all_to_all", "all_to_all")
+    assert ways(cuda, [0, 0, 0, MB, 0, 0, 0, 0]) == ("broadcast", "reduce")
+    assert ways(cpu, [4096] * 4) == ("broadcast", "all_to_all")
+    assert ways(cpu, [16 * MB] * 4) == ("broadcast", "reduce")
+
+
+def test_loads_count_calls_and_the_busiest_rank() -> None:
+    assert publication_loads([6, 0, 3]) == {
+        "broadcast": (2, 9),
+        "all_gather": (1, 12 + 9),
+        "all_to_all": (1, 12),
+    }
+    assert reduction_loads([4, 4, 4]) == {"all_to_all": (1, 8), "reduce": (3, 12), "reduce_scatter": (1, 8)}
+
+
+def measured_decide() -> tuple[list[str], list[str]]:
+    """Ways taken with assumed costs, and with some that favour another."""
+    mesh, quick, slow = mesh_of(2), LinkCosts(0.0, 0.0), LinkCosts(1.0, 1.0)
+    costs = GroupCosts(
+        {"broadcast": slow, "all_to_all": quick}, {"all_to_all": slow, "reduce_scatter": quick}
+    )
+    taken = []
+    for routes in (TwoLevelRoutes(mesh), TwoLevelRoutes(mesh, {"inter": costs})):
+        routes.publish(torch.zeros(8), [2] * 4).wait()
+        routes.reduce(torch.zeros(8), [2] * 4).wait()
+        taken.append(
+            [f"{e['kind']} {e['level']} {e['way']}" for e in routes.statistics.as_dict()["exchanges"]]
+        )
+    return taken[0], taken[1]
+
+
+def test_measured_costs_decide() -> None:
+    inside = ["publish intra broadcast", "reduce intra all_to_all"]
+    for assumed, measured in run_ranks(4, measured_decide):
+        assert sorted(assumed) == sorted([*inside, "publish inter broadcast", "reduce inter all_to_all"])
+        assert sorted(measured) == sorted(
+            [*inside, "publish inter all_to_all", "reduce inter reduce_scatter"]
+        )
+
+
+def test_legs_that_fail_surface_and_end_those_after_them() -> None:
+    chain = ThreadChain()
+    ran = []
+
+    def fail() -> Tensor:
+        raise ValueError("a leg broke")
+
+    good = chain.run(lambda: torch.ones(1), ())
+    bad = chain.run(fail, ())
+    late = chain.run(lambda: ran.append(1) or torch.ones(1), ())
+    assert good.wait() == 1
+    assert outcome(bad.wait) == "ValueError: a leg broke"
+    assert outcome(late.wait) == "RuntimeError: an earlier exchange has failed: a leg broke"
+    assert bad.done and late.done and not ran
