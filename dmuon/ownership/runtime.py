@@ -58,7 +58,8 @@ class Runtime:
                 register_multi_grad_hook(outputs, self._enter_backward, mode="any")
 
     def _enter_backward(self, gradient: Tensor) -> None:
-        self._in_backward = True
+        # Gradients may have been dropped since the forward, which left nothing used.
+        self._in_backward = self._used = True
 
     def _before_forward(self, index: int, module: nn.Module, args: Any) -> None:
         self._used = self._used or torch.is_grad_enabled()
@@ -75,7 +76,7 @@ class Runtime:
             self._publisher.after_forward(index, kept)
 
     def _before_backward(self, index: int, counted: bool, gradient: Tensor) -> None:
-        self._in_backward = True
+        self._in_backward = self._used = True
         self._calls[index] -= counted
         self._publisher.before_backward(index)
         self._reducer.passed(k for k in self._publisher.after(index) if self._calls[k] <= 0)

@@ -128,6 +128,8 @@ class Training:
     # The blocks whose experts are unused, by rank; one process then sees every rank's rows.
     unused: dict[int, set[int]] = field(default_factory=dict)
     evaluate: bool = False
+    # Drop gradients between forward and backward, not after the step.
+    zero_late: bool = False
 
 
 def train_both(training: Training) -> dict[str, Any]:
@@ -155,6 +157,9 @@ def train_both(training: Training) -> dict[str, Any]:
             losses.append(loss_of(run(tokens[rows[rank]], experts[rank]), targets[rows[rank]]))
             each = [loss_of(reference(tokens[rows[r]], experts[r]), targets[rows[r]]) for r in range(ranks)]
             means.append(torch.stack(each).mean())
+            if training.zero_late and micro == 0:
+                optimizer.zero_grad()
+                alone.zero_grad()
             if training.forwards_first is None:
                 losses[-1].backward()
             if training.evaluate:
@@ -175,8 +180,9 @@ def train_both(training: Training) -> dict[str, Any]:
             norms.append(abs(norm - expected))
         optimizer.step()
         alone.step()
-        optimizer.zero_grad()
-        alone.zero_grad()
+        if not training.zero_late:
+            optimizer.zero_grad()
+            alone.zero_grad()
     return {
         "loss": worst_loss,
         "weights": difference(model, owned, reference),

@@ -34,6 +34,8 @@ SCENARIOS = {
     "evaluation-between": Training(evaluate=True, micro_batches=2),
     "clipping": Training(clip=0.1, unused={1: {1}}),
     "fused-weight": Training(own=SPLIT),
+    "zero-before-backward": Training(zero_late=True, steps=3),
+    "zero-before-backward-accumulation": Training(zero_late=True, micro_batches=2, order=[0, 1, 0, 2]),
 }
 
 
