@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import warnings
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from own_models import mesh_of
 from own_processes import outcome, run_ranks
 from torch import Tensor
 
+from dmuon.ownership.control import Control
 from dmuon.ownership.link_costs import (
     GroupCosts,
     LinkCosts,
@@ -20,6 +25,7 @@ from dmuon.ownership.link_costs import (
     quickest,
     reduction_loads,
 )
+from dmuon.ownership.probe import fit, known_network, measure_network
 from dmuon.ownership.routes import FlatRoutes
 from dmuon.ownership.two_level import ThreadChain, TwoLevelRoutes
 
@@ -187,3 +193,64 @@ def test_legs_that_fail_surface_and_end_those_after_them() -> None:
     assert outcome(bad.wait) == "ValueError: a leg broke"
     assert outcome(late.wait) == "RuntimeError: an earlier exchange has failed: a leg broke"
     assert bad.done and late.done and not ran
+
+
+def measured_once(cache: str) -> dict[str, Any]:
+    os.environ["DMUON_CACHE"] = cache
+    mesh = mesh_of(2)
+    control = Control(list(range(4)))
+    before = known_network(mesh, control)
+    measured = measure_network(mesh)
+    return {
+        "before": before,
+        "measured": measured,
+        "known": known_network(mesh, control),
+        "flat": known_network(mesh_of(), control),
+    }
+
+
+def test_what_was_measured_is_kept_by_topology(tmp_path: Path) -> None:
+    results = run_ranks(4, measured_once, str(tmp_path))
+    for result in results:
+        assert result["before"] == result["flat"] == {}
+        assert result["known"] == result["measured"] == results[0]["measured"]
+    assert list(results[0]["measured"]) == ["intra", "inter"]
+    for costs in results[0]["measured"].values():
+        for kind, ways in WAYS.items():
+            found = getattr(costs, kind)
+            assert tuple(found) == ways
+            assert all(0 <= way.alpha_s < 1 and 0 < way.beta_s_per_byte < 1e-5 for way in found.values())
+    (kept,) = (tmp_path / "network").iterdir()
+    assert json.loads(kept.read_text())["topology"]["mesh"] == [2, 2]
+
+
+def spoilt(cache: str) -> list[str]:
+    os.environ["DMUON_CACHE"] = cache
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert known_network(mesh_of(), Control([0])) == {}
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_spoilt_file_is_left_aside(tmp_path: Path) -> None:
+    run_ranks(1, measured_once_alone, str(tmp_path))
+    (kept,) = (tmp_path / "network").iterdir()
+    for text in ("{", "[]", '{"levels": {"flat": {"publish": {"broadcast": {"alpha": 1}}}}}'):
+        kept.write_text(text)
+        ((message,),) = run_ranks(1, spoilt, str(tmp_path))
+        assert message.startswith(f"{kept} is left aside")
+
+
+def measured_once_alone(cache: str) -> None:
+    os.environ["DMUON_CACHE"] = cache
+    measure_network(mesh_of())
+
+
+def test_costs_are_fitted() -> None:
+    def seconds(calls: int, nbytes: int) -> float:
+        return 3e-4 * calls + 2e-9 * nbytes
+
+    loads = [(4, 1000), (4, 10**6)]
+    found = fit(loads, [seconds(*load) for load in loads])
+    assert found.alpha_s == pytest.approx(3e-4) and found.beta_s_per_byte == pytest.approx(2e-9)
+    assert fit(loads, [1e-3, 0.5e-3]) == LinkCosts(1e-3 / 4, 0.0)
