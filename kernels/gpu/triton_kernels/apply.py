@@ -8,6 +8,7 @@ walked column by column, for the L2 cache). With ``lower`` too, Q is symmetric a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dmuon.kernels.gpu.arch import Arch
@@ -57,7 +58,7 @@ class ApplyFamily:
 
     sources = tuple(
         f"gpu/triton_kernels/{name}.py"
-        for name in ("apply", "apply_kernel", "tile_kernel", "operands", "compile")
+        for name in ("apply", "apply_kernel", "tile_kernel", "elementwise_kernel", "operands", "compile")
     )
 
     def configs(self, op: str, m: int, n: int, dtype: str, arch: Arch) -> list[dict[str, Any]]:
@@ -85,9 +86,12 @@ class ApplyFamily:
         if config.get("lower", False) and config["block_k"] > config["block_m"]:
             raise ValueError(f"block_k must be at most block_m with lower, got {config['block_k']}")
 
-    def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
+    def spec(
+        self, call: ProductCall, config: Mapping[str, Any], arch: Arch, *, update: bool = False
+    ) -> KernelSpec:
+        """As for any product; with ``update`` for launches with a table, whose C is of the operands' dtype."""
         self.check(call.op, config)
-        check_operands(call)
+        check_operands(replace(call, C=None) if update else call)
         check_shared(_shared_bytes(config, arch, call.out.item_bytes), config, arch)
         operands = dict(zip(("a", "b", "c", "out"), _operands(call), strict=True))
         check_elementwise(operands.values(), _elementwise(config), config)
@@ -97,7 +101,9 @@ class ApplyFamily:
             "lower": _lower_operand(call, config),
             "block_m": block_m,
             "block_n": block_n,
+            "update": update,
             "dtype": call.A.dtype,
+            "c_dtype": operands["c"].dtype,
             "out_dtype": call.out.dtype,
             **{f"{name}_rows": contiguous_rows(operands[name]) for name in "abc"},
             **{f"vector_{name}": vectors(operand) for name, operand in operands.items()},
@@ -110,15 +116,15 @@ class ApplyFamily:
         config: Mapping[str, Any],
         binary: Binary,
         multiprocessors: int,
-        scalars: int = 0,
+        *,
+        table: int = 0,
     ) -> Launch:
         """The launch that performs ``call``.
 
-        ``scalars`` is the address on the device of alpha and beta, two fp32, to use in place of the call's, so
-        that a captured graph follows them; C must be given then.
+        Of a binary for updates, ``table`` is the address of a table of weights
+        (:data:`~dmuon.kernels.gpu.triton_kernels.elementwise.FIELDS`). Each takes the place of a matrix of ``out``,
+        whose address is not used, and becomes βW + α(alpha·Q X + beta·C) with the α and β of the table.
         """
-        if scalars and call.C is None:
-            raise ValueError("scalars on the device scale C too, but there is no C")
         operands = A, _, _, out = _operands(call)
         block_m, block_n = _blocks(call, config)
         blocks = out.batch * -(-out.rows // block_m) * -(-out.columns // block_n)
@@ -133,7 +139,7 @@ class ApplyFamily:
             *(i64(batch_stride(operand)) for operand in operands),
             f32(call.alpha),
             f32(call.beta if call.C is not None else 0.0),
-            pointer(scalars),
+            pointer(table),
             i32(config["group"]),
             *HIDDEN_ARGS,
         )

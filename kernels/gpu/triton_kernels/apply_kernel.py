@@ -8,6 +8,7 @@ import triton.language as tl
 from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
+from dmuon.kernels.gpu.triton_kernels.elementwise_kernel import address_of, scalar_of
 from dmuon.kernels.gpu.triton_kernels.tile_kernel import add_product
 
 
@@ -25,7 +26,7 @@ def build(spec: KernelSpec) -> Binary:
     dtypes = {
         "a": options["dtype"],
         "b": options["dtype"],
-        "c": options["out_dtype"],
+        "c": options["c_dtype"],
         "out": options["out_dtype"],
     }
     pointers = {"a": "A", "b": "B", "c": "C", "out": "out"}
@@ -35,10 +36,10 @@ def build(spec: KernelSpec) -> Binary:
         **{f"line_{name}": "i64" + ":8" * vector[name] for name in vector},
         **{f"batch_{name}": "i64" + ":8" * vector[name] for name in vector},
         **dict.fromkeys(("alpha", "beta"), "fp32"),
-        "scalars": "*fp32",
+        "table": "*i64",
         "group": "i32",
     }
-    names = ("a_rows", "b_rows", "c_rows", "block_m", "block_n", "block_k", "lower")
+    names = ("a_rows", "b_rows", "c_rows", "block_m", "block_n", "block_k", "lower", "update", "vector_out")
     constexprs = {name.upper(): options[name] for name in names}
     constexprs["QUARTERS"] = options["block_m"] * options["block_n"] >= 4096 * options["warps"]
     return compile_triton(
@@ -71,7 +72,7 @@ def apply(
     batch_out,
     alpha,
     beta,
-    scalars,
+    table,
     group,
     A_ROWS: tl.constexpr,
     B_ROWS: tl.constexpr,
@@ -81,8 +82,10 @@ def apply(
     BLOCK_K: tl.constexpr,
     QUARTERS: tl.constexpr,
     LOWER: tl.constexpr,
+    UPDATE: tl.constexpr,
+    VECTOR_OUT: tl.constexpr,
 ):
-    """alpha·A B + beta·C for A (m, depth), B (depth, n); alpha and beta from ``scalars`` unless that is null.
+    """alpha·A B + beta·C for A (m, depth), B (depth, n); with UPDATE, weights of ``table`` are moved by it.
 
     LOWER names the operand that is symmetric and read from its lower half, if any.
     """
@@ -121,11 +124,14 @@ def apply(
             total, A, B, line_a, line_b, r, c, m, n, depth, end, depth, A_ROWS, B_ROWS, BLOCK_K, "", "above"
         )
 
-    on_device = scalars.to(tl.int64) != 0
-    alpha = tl.load(scalars, on_device, other=alpha)
-    beta = tl.load(scalars + 1, on_device, other=beta)
     C += batch * batch_c
-    out += batch * batch_out
+    if UPDATE:
+        out = address_of(table, batch, 2, out.dtype.element_ty, VECTOR_OUT)
+        alpha, beta = alpha * scalar_of(table, batch, 2), beta * scalar_of(table, batch, 2)
+        keep = scalar_of(table, batch, 3)
+    else:
+        out += batch * batch_out
+        keep = 0.0
     rows, columns = r + tl.arange(0, BLOCK_M), c + tl.arange(0, BLOCK_N)
     if QUARTERS:
         # A quarter of a wide tile at a time: all of C beside all of the result would be too many registers.
@@ -134,10 +140,25 @@ def apply(
         for half in tl.static_range(2):
             first, second = halves(right if half else left)
             at = quarter + half * (BLOCK_N // 2)
-            finish(first, rows, at, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS)
-            finish(second, rows, at + BLOCK_N // 4, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS)
+            finish(first, rows, at, C, out, m, n, line_c, line_out, alpha, beta, keep, C_ROWS, UPDATE)
+            finish(
+                second,
+                rows,
+                at + BLOCK_N // 4,
+                C,
+                out,
+                m,
+                n,
+                line_c,
+                line_out,
+                alpha,
+                beta,
+                keep,
+                C_ROWS,
+                UPDATE,
+            )
     else:
-        finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS)
+        finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, keep, C_ROWS, UPDATE)
 
 
 @triton.jit
@@ -148,15 +169,33 @@ def halves(tile):
 
 
 @triton.jit
-def finish(total, rows, columns, C, out, m, n, line_c, line_out, alpha, beta, C_ROWS: tl.constexpr):
-    """Write alpha·total + beta·C."""
+def finish(
+    total,
+    rows,
+    columns,
+    C,
+    out,
+    m,
+    n,
+    line_c,
+    line_out,
+    alpha,
+    beta,
+    keep,
+    C_ROWS: tl.constexpr,
+    UPDATE: tl.constexpr,
+):
+    """Write alpha·total + beta·C, and with UPDATE keep·out too."""
     inside = (rows < m)[:, None] & (columns < n)[None, :]
     rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
     total *= alpha
     if beta != 0:
         offsets = rows * line_c + columns if C_ROWS else rows + columns * line_c
         total += beta * tl.load(C + offsets, inside, other=0.0)
-    tl.store(out + rows * line_out + columns, total.to(out.dtype.element_ty), inside)
+    place = out + rows * line_out + columns
+    if UPDATE:
+        total += keep * tl.load(place, inside, other=0.0)
+    tl.store(place, total.to(out.dtype.element_ty), inside)
 
 
 @triton.jit

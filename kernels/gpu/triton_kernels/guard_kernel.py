@@ -7,87 +7,46 @@ import triton.language as tl
 
 from dmuon.kernels.gpu.binary import Binary, KernelSpec
 from dmuon.kernels.gpu.triton_kernels.compile import compile_triton
-
-_DTYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
+from dmuon.kernels.gpu.triton_kernels.elementwise import MOST_PARTS
+from dmuon.kernels.gpu.triton_kernels.elementwise_kernel import piece_of
 
 
 def build(spec: KernelSpec) -> Binary:
     """Compile the launch that ``spec.options["part"]`` names."""
     options = spec.options
-    signature = {"records": "*i64:16", "found": "*i32:16"}
-    constexprs = {name.upper(): options[name] for name in ("aligned", "block", "parts")}
-    constexprs["DTYPE"] = _DTYPES[options["dtype"]]
-    kernel = {"look": look, "skip": skip}[options["part"]]
-    if kernel is skip:
-        signature["skipped"] = "*i32:16"
-    return compile_triton(spec, kernel, signature, constexprs, num_warps=options["warps"], num_stages=1)
+    if options["part"] == "count":
+        signature = {"found": "*i32:16", "counter": "*i32", "parts": "i32"}
+        return compile_triton(spec, count, signature, {"MOST": MOST_PARTS}, num_warps=1, num_stages=1)
+    aligned = options["aligned"]
+    signature = {
+        "values": f"*{options['dtype']}" + ":16" * aligned,
+        "found": "*i32:16",
+        "lines": "i32",
+        **dict.fromkeys(("length", "line", "batch"), "i64" + ":8" * aligned),
+        "parts": "i32",
+    }
+    constexprs = {"ALIGNED": aligned, "BLOCK": options["block"]}
+    return compile_triton(spec, look, signature, constexprs, num_warps=options["warps"], num_stages=1)
 
 
 @triton.jit
-def _eights(value, ALIGNED: tl.constexpr):
-    """``value``; with ALIGNED, in a form that shows the compiler that it is a multiple of 8."""
-    return value // 8 * 8 if ALIGNED else value
-
-
-@triton.jit
-def _matrix(records, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """First element, number and length of the lines, and elements from one line to the next."""
-    record = records + 4 * index.to(tl.int64)
-    first = tl.load(record).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        first = tl.multiple_of(first, 16)
-    lines, length = tl.load(record + 1).to(tl.int32), tl.load(record + 2)
-    return first, lines, length, _eights(tl.load(record + 3), ALIGNED)
-
-
-@triton.jit
-def _piece(first, stride, piece, pieces, length, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Addresses of BLOCK elements of a matrix's piece, and which of them exist."""
-    line = piece // pieces
-    start = (piece - line * pieces).to(tl.int64) * BLOCK
-    count = _eights(tl.minimum(length - start, BLOCK).to(tl.int32), ALIGNED)
+def look(values, found, lines, length, line, batch, parts, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Note for one part of a matrix whether any element is NaN or infinite."""
+    matrix, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    values += matrix.to(tl.int64) * batch
     lane = tl.arange(0, BLOCK)
-    return first + (line.to(tl.int64) * stride + start) + lane, lane < count
-
-
-@triton.jit
-def look(
-    records,
-    found,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Note for one of PARTS parts of a matrix whether any element is NaN or infinite."""
-    matrix, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    first, lines, length, stride = _matrix(records, matrix, DTYPE, ALIGNED)
-    pieces = tl.cdiv(length, BLOCK).to(tl.int32)
     bad = tl.zeros((BLOCK,), tl.int1)
-    for piece in range(part, lines * pieces, PARTS):
-        addresses, inside = _piece(first, stride, piece, pieces, length, BLOCK, ALIGNED)
-        value = tl.load(addresses, inside, other=0.0).to(tl.float32)
+    for piece in range(part, lines * tl.cdiv(length, BLOCK).to(tl.int32), parts):
+        row, start, inside = piece_of(piece, length, BLOCK, ALIGNED)
+        value = tl.load(values + (row * line + start) + lane, inside, other=0.0).to(tl.float32)
         bad |= ~(tl.abs(value) < float("inf"))
     tl.store(found + tl.program_id(0).to(tl.int64), tl.max(bad.to(tl.int32)))
 
 
 @triton.jit
-def skip(
-    records,
-    found,
-    skipped,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Zero one of PARTS parts of a matrix if any part was found bad; the first one counts it."""
-    matrix, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    if tl.max(tl.load(found + matrix.to(tl.int64) * PARTS + tl.arange(0, PARTS))) > 0:
-        first, lines, length, stride = _matrix(records, matrix, DTYPE, ALIGNED)
-        pieces = tl.cdiv(length, BLOCK).to(tl.int32)
-        for piece in range(part, lines * pieces, PARTS):
-            addresses, inside = _piece(first, stride, piece, pieces, length, BLOCK, ALIGNED)
-            tl.store(addresses, tl.zeros((BLOCK,), DTYPE), inside)
-        if part == 0:
-            tl.store(skipped + matrix, tl.load(skipped + matrix) + 1)
+def count(found, counter, parts, MOST: tl.constexpr):
+    """Count a matrix if any of its parts was found bad."""
+    every = tl.arange(0, MOST)
+    bad = tl.load(found + tl.program_id(0).to(tl.int64) * parts + every, every < parts, other=0)
+    if tl.max(bad) > 0:
+        tl.atomic_add(counter, 1)

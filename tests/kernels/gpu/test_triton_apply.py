@@ -118,21 +118,6 @@ def test_results_in_all_dtypes_and_tiles(arch: str, dtype: str, out_dtype: str) 
             check(SMALL, arch, 2, m, n, tall=tall, padding=0, added="C", **dtypes)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_a_weight_is_updated_in_place_by_scalars_on_the_device(arch: str) -> None:
-    Q, X = fill(matrices(1, 72, 72, "bf16"), 1), fill(matrices(1, 72, 136, "bf16"), 2)
-    W = fill(matrices(1, 72, 136, "bf16"), 3)
-    scalars = torch.tensor([-0.25, 0.5])
-    expected = (-0.25 * (Q.double() @ X.double()) + 0.5 * W.double()).to(W.dtype)
-    call = call_of("apply", Q, X, W, W, 7.0, 7.0)
-    binary = compiled(APPLY.spec(call, MIDDLE, ARCHS[arch]))
-    launch = APPLY.launch(call, MIDDLE, binary, 132, scalars=scalars.data_ptr())
-    run(binary, launch, Memory.of(Q, X, W, scalars), seed=1)
-    assert torch.equal(W, expected)
-    with pytest.raises(ValueError, match="there is no C"):
-        APPLY.launch(call_of("apply", Q, X, None, W), MIDDLE, binary, 132, scalars=scalars.data_ptr())
-
-
 def test_what_is_not_finite_spreads() -> None:
     Q, X = fill(matrices(1, 72, 72, "bf16"), 1), fill(matrices(1, 72, 136, "bf16"), 2)
     Q[0, 3, 5], X[0, 70, 1] = torch.inf, torch.nan
