@@ -14,13 +14,14 @@ from dmuon.matrix import Matrix
 from dmuon.names import plural
 from dmuon.ownership.buckets import Bucket, block_of
 from dmuon.ownership.control import Control
+from dmuon.ownership.planning import plan_for, plan_together
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.reducer import Reducer
 from dmuon.ownership.registry import ATTRIBUTE, ownership_of
 from dmuon.ownership.routes import FlatRoutes, Routes
 from dmuon.ownership.runtime import Runtime
 from dmuon.ownership.two_level import TwoLevelRoutes
-from dmuon.planner import Plan, given_plan, greedy_plan, matrix_costs
+from dmuon.planner import Owners, Plan, given_owners
 from dmuon.policy import MatrixPolicy, Routing
 
 
@@ -29,7 +30,7 @@ def own(
     mesh: DeviceMesh,
     *,
     policy: MatrixPolicy | None = None,
-    plan: Plan | Mapping[str, int | tuple[int, ...]] | None = None,
+    plan: Plan | Owners | None = None,
     reshard_after_forward: bool = True,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -54,8 +55,8 @@ def own(
         mesh: over all processes, of one dimension, or of two: (replicate, shard), as FSDP2's hybrid sharding has it.
             Then gradients are added up inside a shard group before they cross, and weights cross once.
         policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
-        plan: who owns what, as a :class:`~dmuon.planner.Plan` or as name → rank; None for the greedy plan
-            by arithmetic operations.
+        plan: who owns what, as a :class:`~dmuon.planner.Plan` or as name → rank; None for the plan of
+            :func:`dmuon.planner.make_plan`, by what is known of this device's speed.
         reshard_after_forward: free published weights after the forward and publish them again for the backward
             (ZeRO-3), or keep them until then (ZeRO-2).
         compute_dtype: of published weights, as FSDP's ``param_dtype``; None for the parameters' own. The owner's
@@ -88,14 +89,14 @@ def own(
             "parameters": [_fact(model, routing) for routing in routings],
             "buckets": list(blocks.items()),
             "options (reshard_after_forward, compute_dtype, reduce_dtype)": options,
-            "plan": None if plan is None else _given(plan, routings, mesh).hash,
+            "plan": [] if plan is None else list(given_owners(plan, list(blocks), mesh.size()).items()),
         }
     except Exception as error:
         facts = error
     control.agree(facts)
-    # Computed once, not on every rank: costs may come from what was measured on one machine.
-    chosen = _given(plan, routings, mesh) if plan is not None else _greedy(routings, mesh)
-    chosen = control.from_first(chosen)
+    chosen = plan_together(
+        control, mesh.get_rank() == 0, lambda: plan_for(model, mesh, routings, blocks, plan)
+    )
     routes: Routes = FlatRoutes(mesh) if mesh.ndim == 1 else TwoLevelRoutes(mesh)
     dtypes = {model.get_parameter(routing.name).dtype for routing in routings}
     if len(dtypes) > 1 and compute_dtype is None:
@@ -245,13 +246,3 @@ def _fact(model: nn.Module, routing: Routing) -> str:
     parameter = model.get_parameter(routing.name)
     matrices = " + ".join(f"{m.batch} x {m.rows} x {m.cols}" for m in routing.matrices)
     return f"{routing.name} {routing.shape} {parameter.dtype} as {matrices}"
-
-
-def _given(
-    plan: Plan | Mapping[str, int | tuple[int, ...]], routings: Sequence[Routing], mesh: DeviceMesh
-) -> Plan:
-    return given_plan(plan, matrix_costs(routings, mesh.device_type), mesh.size())
-
-
-def _greedy(routings: Sequence[Routing], mesh: DeviceMesh) -> Plan:
-    return greedy_plan(matrix_costs(routings, mesh.device_type), mesh.size())

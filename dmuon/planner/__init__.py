@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
-from dmuon.planner.plan import Plan, given_plan, greedy_plan, matrix_costs
+from dmuon.planner.bound import Bound, lower_bound
+from dmuon.planner.costs import StepCosts
+from dmuon.planner.instance import Costs
+from dmuon.planner.items import Item, items_of
+from dmuon.planner.make import make_plan, plan_of_owners
+from dmuon.planner.plan import Batch, Owners, Plan, given_owners
 
-__all__ = ["Plan", "given_plan", "greedy_plan", "matrix_costs"]
+__all__ = [
+    "Batch",
+    "Bound",
+    "Costs",
+    "Item",
+    "Owners",
+    "Plan",
+    "StepCosts",
+    "given_owners",
+    "items_of",
+    "lower_bound",
+    "make_plan",
+    "plan_of_owners",
+]

@@ -1,58 +1,86 @@
-"""Which rank owns which matrix: costs in, a plan out. Pure data, equal on every rank."""
+"""The plan: who owns what, in which batches each rank runs it, and how far that is from the best possible."""
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
+Owners = Mapping[str, int | tuple[int, ...]]
+"""Parameter → its owner, or owners."""
 
-from dmuon.autotune.costs import operations
-from dmuon.kernels.choose import Problem, device_key, heuristic_choice
-from dmuon.kernels.coefficients import resolve_coefficients
-from dmuon.matrix import Matrix
-from dmuon.policy import Routing
+FORMAT = 1
+"""Of saved plans; raised when an older reader would misunderstand a newer file."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Equal matrices that one rank orthogonalises together.
+
+    Args:
+        pieces: (parameter, how many of its matrices), in the order of the forward.
+        rows, cols: of each matrix.
+        ms: what its step takes.
+        source: of ``ms``: "measured", "model" (calibrated on what was measured) or "default" (nothing was).
+    """
+
+    pieces: tuple[tuple[str, int], ...]
+    rows: int
+    cols: int
+    ms: float
+    source: str
+
+    @property
+    def count(self) -> int:
+        """How many matrices."""
+        return sum(count for _, count in self.pieces)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The owners of every owned parameter.
+    """Who owns what. Made by :func:`~dmuon.planner.make_plan`, or of given owners by
+    :func:`~dmuon.planner.plan_of_owners`.
 
     Args:
-        owners: name → the ranks that own it. One rank each for now; several are to share one matrix.
-        costs: name → what its update costs, in any one unit.
+        owners: parameter → the ranks that own it. One rank each for now; several are to share one matrix.
         ranks: how many ranks there are.
+        batches: of each rank, in the order in which it runs them.
+        bound: milliseconds that no plan with whole parameters can undercut.
+        share: milliseconds if the work could be divided evenly; never more than ``bound``.
+        memory: bytes that each rank needs for what it owns and for its largest batch.
+        method: how it was found: "greedy", "columns", "counts" or "given".
+        notes: what a reader should know: why the bound is above the even share, what a solver did not manage.
 
     Raises:
-        ValueError: names without a cost, or an owner that is no rank.
+        ValueError: an owner that is no rank, a parameter with several, or not one entry for each rank.
     """
 
     owners: Mapping[str, tuple[int, ...]]
-    costs: Mapping[str, float]
     ranks: int
+    batches: tuple[tuple[Batch, ...], ...]
+    bound: float
+    share: float
+    memory: tuple[int, ...]
+    method: str
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.owners.keys() != self.costs.keys():
-            differing = sorted(self.owners.keys() ^ self.costs.keys())
-            raise ValueError(
-                f"a plan needs an owner and a cost for each name; one is missing for {differing}"
-            )
-        for name, ranks in self.owners.items():
-            if len(ranks) != 1:
-                raise ValueError(f"{name!r} must have one owner, got the ranks {ranks}")
-            if not 0 <= ranks[0] < self.ranks:
-                raise ValueError(f"the owner of {name!r} must be a rank below {self.ranks}, got {ranks[0]}")
+        _check_owners(self.owners, self.ranks)
+        for field in ("batches", "memory"):
+            if len(getattr(self, field)) != self.ranks:
+                raise ValueError(
+                    f"{field} needs an entry for each of {self.ranks} ranks, got {len(getattr(self, field))}"
+                )
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """The cost that each rank bears."""
-        loads = [0.0] * self.ranks
-        for name, (rank,) in self.owners.items():
-            loads[rank] += self.costs[name]
-        return tuple(loads)
+        """Milliseconds of each rank's optimizer step."""
+        return tuple(sum(batch.ms for batch in batches) for batches in self.batches)
 
     @property
     def makespan(self) -> float:
@@ -60,15 +88,20 @@ class Plan:
         return max(self.loads)
 
     @property
-    def bound(self) -> float:
-        """No plan that keeps matrices whole has a smaller makespan."""
-        costs = self.costs.values()
-        return max(sum(costs) / self.ranks, max(costs, default=0.0))
-
-    @property
     def gap(self) -> float:
         """makespan / bound − 1: 0 when the plan is as good as can be."""
-        return self.makespan / self.bound - 1 if self.bound else 0.0
+        return max(self.makespan / self.bound - 1, 0.0) if self.bound else 0.0
+
+    @property
+    def excess(self) -> float:
+        """makespan / share − 1: what whole parameters cost against an even division of the work."""
+        return max(self.makespan / self.share - 1, 0.0) if self.share else 0.0
+
+    @property
+    def modelled(self) -> tuple[str, ...]:
+        """The batches whose cost was not measured, as "count × rows×cols", each once."""
+        every = [batch for batches in self.batches for batch in batches if batch.source != "measured"]
+        return tuple(dict.fromkeys(f"{batch.count} × {batch.rows}×{batch.cols}" for batch in every))
 
     @property
     def hash(self) -> str:
@@ -76,61 +109,99 @@ class Plan:
         text = json.dumps([self.ranks, sorted(self.owners.items())])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def to_json(self) -> str:
+        """One line of ASCII JSON; :meth:`from_json` reads it back to an equal plan."""
+        return json.dumps({"format": FORMAT, "hash": self.hash, **asdict(self)})
 
-def greedy_plan(costs: Mapping[str, float], ranks: int) -> Plan:
-    """Longest processing time first: each matrix, the costliest first, goes to the rank with the least to do.
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read :meth:`to_json`'s form.
 
-    Ties go to the name that comes first and to the lowest rank, so that equal costs give equal plans.
-    """
-    loads = [(0.0, rank) for rank in range(ranks)]
-    owners = {}
-    for name in sorted(costs, key=lambda name: -costs[name]):
-        load, rank = loads[0]
-        owners[name] = (rank,)
-        heapq.heapreplace(loads, (load + costs[name], rank))
-    return Plan({name: owners[name] for name in costs}, dict(costs), ranks)
+        Raises:
+            ValueError: it is none, of another format, or was changed since.
+        """
+        try:
+            values = json.loads(text)
+            saved, format_ = values.pop("hash"), values.pop("format")
+            plan = cls(**{**values, **_tuples(values)}) if format_ == FORMAT else None
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a plan: {error!r}") from None
+        if plan is None:
+            raise ValueError(f"a plan of format {format_}, and this DMuon reads format {FORMAT}")
+        if plan.hash != saved:
+            raise ValueError(f"the owners have the hash {plan.hash}, but the file says {saved}")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; a file that is there is replaced whole, or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        target = Path(path)
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            with unfinished.open("w", encoding="ascii") as file:
+                file.write(self.to_json() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it holds no plan; the text names it.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="ascii"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
-def matrix_costs(
-    routings: Iterable[Routing], device: torch.device | str, precision: str = "fp32"
-) -> dict[str, float]:
-    """Arithmetic operations of one orthogonalisation, by name of the parameter.
-
-    Parameters of equal size differ here: 6m²n + 14m³ for m × n has little to do with m·n.
-    """
-    key = device_key(device)
-    return {
-        routing.name: sum(_operations(matrix, key, precision) for matrix in routing.matrices)
-        for routing in routings
-    }
-
-
-def given_plan(
-    plan: Plan | Mapping[str, int | tuple[int, ...]], costs: Mapping[str, float], ranks: int
-) -> Plan:
-    """A plan that the caller gave, checked against the matrices there are.
+def given_owners(plan: Plan | Owners, names: Sequence[str], ranks: int) -> dict[str, tuple[int, ...]]:
+    """Who owns what in a plan that the caller gave, in the order of ``names``.
 
     Raises:
-        ValueError: it is for other names or for another number of ranks.
+        ValueError: it is for other names or another number of ranks, or an owner is no rank.
     """
-    owners = plan.owners if isinstance(plan, Plan) else plan
     if isinstance(plan, Plan) and plan.ranks != ranks:
-        raise ValueError(f"the plan is for {plan.ranks} ranks, but the mesh has {ranks}")
-    if owners.keys() != costs.keys():
+        raise ValueError(f"the plan is for {plan.ranks} ranks, but there are {ranks}")
+    owners: Owners = plan.owners if isinstance(plan, Plan) else plan
+    if owners.keys() != set(names):
         raise ValueError(
-            f"the plan is for other parameters: it lacks {sorted(costs.keys() - owners.keys()) or 'none'} "
-            f"and has {sorted(owners.keys() - costs.keys()) or 'none'} too many"
+            f"the plan is for other parameters: it lacks {sorted(set(names) - owners.keys()) or 'none'} "
+            f"and has {sorted(owners.keys() - set(names)) or 'none'} too many"
         )
-    return Plan({name: _ranks(owners[name]) for name in costs}, dict(costs), ranks)
+    given = {name: (owner,) if isinstance(owner := owners[name], int) else tuple(owner) for name in names}
+    _check_owners(given, ranks)
+    return given
 
 
-def _ranks(owner: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (owner,) if isinstance(owner, int) else tuple(owner)
+def _check_owners(owners: Mapping[str, tuple[int, ...]], ranks: int) -> None:
+    """Raise a ValueError that names a parameter without exactly one owner among the ranks."""
+    for name, owning in owners.items():
+        if len(owning) != 1:
+            raise ValueError(f"{name!r} must have one owner, got the ranks {owning}")
+        if not 0 <= owning[0] < ranks:
+            raise ValueError(f"the owner of {name!r} must be a rank below {ranks}, got {owning[0]}")
 
 
-def _operations(matrix: Matrix, device: str, precision: str) -> float:
-    coefficients = resolve_coefficients("polar_express")
-    m, n = sorted((matrix.rows, matrix.cols))
-    problem = Problem("gram_ns", matrix.batch, m, n, precision, device, coefficients.key)
-    count: float = operations(problem, heuristic_choice(problem, coefficients))
-    return count
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON's lists as what they were."""
+
+    def batch(saved: dict[str, Any]) -> Batch:
+        return Batch(**{**saved, "pieces": tuple((name, count) for name, count in saved["pieces"])})
+
+    return {
+        "owners": {name: tuple(ranks) for name, ranks in values["owners"].items()},
+        "batches": tuple(tuple(map(batch, batches)) for batches in values["batches"]),
+        "memory": tuple(values["memory"]),
+        "notes": tuple(values["notes"]),
+    }

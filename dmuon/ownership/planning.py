@@ -1,0 +1,67 @@
+"""The plan of an owned model: made by the first rank, the same on all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmuon.kernels.precision import precision_name, resolve_precision
+from dmuon.ownership.control import Control
+from dmuon.planner import Owners, Plan, StepCosts, items_of, make_plan, plan_of_owners
+from dmuon.policy import Routing
+from dmuon.tuning_cache import Store
+
+
+def plan_together(control: Control, first: bool, make: Callable[[], Plan]) -> Plan:
+    """What ``make`` returns on the first rank, on every rank. Collective.
+
+    Only one rank plans: costs come from what was measured, and another machine may know other measurements.
+
+    Raises:
+        RuntimeError: the first rank failed, or a rank got another plan.
+        Exception: what ``make`` raises, on the first rank.
+    """
+    made: Plan | Exception | None = None
+    if first:
+        try:
+            made = make()
+        except Exception as error:
+            made = error
+    control.agree(made if isinstance(made, Exception) else {})
+    plan: Plan = control.from_first(made)
+    control.agree({"plan": plan.hash})
+    return plan
+
+
+def plan_for(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    routings: Sequence[Routing],
+    buckets: Mapping[str, str],
+    given: Plan | Owners | None,
+) -> Plan:
+    """The plan for the matrices of ``model``, by what the user's store knows of this process's device.
+
+    Args:
+        buckets: parameter → what it travels with.
+        given: the caller's plan or owners, if there is one.
+    """
+    if isinstance(given, Plan):
+        return given
+    sizes = {name: model.get_parameter(name).element_size() for name in buckets}
+    items = items_of(routings, buckets, sizes)
+    like = torch.empty(0, dtype=model.get_parameter(routings[0].name).dtype, device=mesh.device_type)
+    costs = StepCosts(Store(), like.device, precision_name(resolve_precision("auto", like)))
+    if given is not None:
+        return plan_of_owners(given, items, mesh.size(), costs)
+    return make_plan(items, mesh.size(), costs, ranks_per_node=_ranks_per_node(mesh))
+
+
+def _ranks_per_node(mesh: DeviceMesh) -> int | None:
+    """The size of a shard group, or else what torchrun says, if it divides the ranks."""
+    size = mesh.size(1) if mesh.ndim == 2 else int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    return size if size and mesh.size() % size == 0 else None

@@ -1,0 +1,62 @@
+"""From how many of each kind a rank has to which ones: equal items change owners without changing the makespan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from dmuon.planner.instance import Counts, Instance
+
+
+def owners_of(instance: Instance, assigned: Counts, ranks_per_node: int) -> dict[str, tuple[int, ...]]:
+    """Name the items of ``assigned`` (ranks × kinds), so that each bucket comes from many links.
+
+    Nodes first get ranks of about equal bytes. Then the items are dealt in the order of the forward, the largest of
+    a bucket first, each to the rank that has least of this bucket so far, then to the node that has, then to the
+    rank with the largest part of its items still to come: so that nobody's are all early or all late.
+    """
+    left = assigned[_over_nodes(assigned @ instance.kept, ranks_per_node)]
+    total = np.maximum(left.sum(axis=1), 1)
+    nodes = np.arange(instance.ranks) // ranks_per_node
+    kinds = {item.name: k for k, kind in enumerate(instance.kinds) for item in kind}
+    buckets: dict[str, list[str]] = {}
+    for item in instance.items:
+        buckets.setdefault(item.bucket, []).append(item.name)
+    owners: dict[str, tuple[int, ...]] = {}
+    for names in buckets.values():
+        on_rank, on_node = np.zeros(instance.ranks, dtype=np.int64), np.zeros(nodes[-1] + 1, dtype=np.int64)
+        for name in sorted(names, key=lambda name: -instance.kept[kinds[name]]):
+            kind = kinds[name]
+            able = np.flatnonzero(left[:, kind])
+            to_come = left[able].sum(axis=1) / total[able]
+            # The last key counts first; the order is stable, so that ties go to the lowest rank.
+            best = able[np.lexsort((-to_come, on_node[nodes[able]], on_rank[able]))[0]]
+            owners[name] = (int(best),)
+            left[best, kind] -= 1
+            on_rank[best] += instance.kept[kind]
+            on_node[nodes[best]] += instance.kept[kind]
+    return {item.name: owners[item.name] for item in instance.items}
+
+
+def counts_of(instance: Instance, owners: dict[str, tuple[int, ...]]) -> Counts:
+    """How many of each kind each rank has under ``owners``."""
+    counts = np.zeros((instance.ranks, len(instance.kinds)), dtype=np.int64)
+    for k, kind in enumerate(instance.kinds):
+        for item in kind:
+            counts[owners[item.name][0], k] += 1
+    return counts
+
+
+def _over_nodes(kept: Counts, ranks_per_node: int) -> list[int]:
+    """For each rank the row it takes, so that nodes keep about the same: the heaviest row to the lightest node."""
+    nodes = -(-len(kept) // ranks_per_node)
+    rows: dict[int, list[int]] = defaultdict(list)
+    weights = np.zeros(nodes)
+    room = [min(ranks_per_node, len(kept) - node * ranks_per_node) for node in range(nodes)]
+    for row in np.argsort(-kept, kind="stable"):
+        open_nodes = [node for node in range(nodes) if len(rows[node]) < room[node]]
+        node = min(open_nodes, key=lambda node: (weights[node], node))
+        rows[node].append(int(row))
+        weights[node] += kept[row]
+    return [row for node in range(nodes) for row in rows[node]]

@@ -1,0 +1,132 @@
+"""What no assignment of whole items can undercut, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmuon.names import merge_patterns, plural
+from dmuon.planner.instance import Costs, Instance
+from dmuon.planner.items import Item
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound on the makespan.
+
+    Args:
+        ms: no plan with whole items takes less.
+        share: the work divided evenly, in batches as large as they can be; at most ``ms``.
+        reason: what keeps ``ms`` above ``share``; empty where nothing does.
+    """
+
+    ms: float
+    share: float
+    reason: str = ""
+
+
+def lower_bound(items: Sequence[Item], ranks: int, costs: Costs) -> Bound:
+    """The largest of these, in closed form:
+
+    * the even share: all work over ``ranks``, each matrix at the least that its share of any batch can cost;
+    * the same with batches that take no longer than the bound itself;
+    * the costliest item;
+    * of k·ranks + 1 items some rank has k + 1: the k + 1 least of the k·ranks + 1 costliest.
+
+    Raises:
+        ValueError: no rank, or a name that is there twice.
+    """
+    return bound_of(Instance(items, ranks, costs))
+
+
+def bound_of(instance: Instance) -> Bound:
+    """The same for an instance."""
+    if not instance.items:
+        return Bound(0.0, 0.0)
+    share = float(_totals(instance) @ unit_costs(instance, np.inf)) / instance.ranks
+    costliest, crowd = largest(instance), crowded(instance)
+    batches = _least(instance, max(share, costliest, crowd[0]))
+    ticks = max(share, costliest, crowd[0], batches)
+    reason = ""
+    if ticks > share * (1 + 1e-9):
+        if ticks == costliest:
+            kind = instance.kinds[int(np.argmax(_alone(instance)))]
+            reason = f"no rank can take less than one of {_named(instance, kind)}, which has one owner"
+        elif ticks == crowd[0]:
+            reason = _crowd_reason(instance, crowd[1])
+        else:
+            reason = "batches that run within this time cost more per matrix than larger ones"
+    return Bound(ticks * instance.tick_ms, share * instance.tick_ms, reason)
+
+
+def unit_costs(instance: Instance, limit: float) -> NDArray[np.float64]:
+    """Of each shape, the least ticks per unit in any number of units that takes ``limit`` at most; else infinite."""
+    least = []
+    for table in instance.tables:
+        each = table.times[1:] / np.arange(1, len(table.times))
+        least.append(np.min(each, where=table.times[1:] <= limit, initial=np.inf))
+    return np.array(least, dtype=np.float64)
+
+
+def largest(instance: Instance) -> float:
+    """Ticks of the costliest item."""
+    return float(_alone(instance).max())
+
+
+def crowded(instance: Instance) -> tuple[float, int]:
+    """Ticks of the bound by counting, and its k."""
+    each = np.repeat(instance.per_item @ unit_costs(instance, np.inf), instance.counts)
+    descending = np.concatenate([[0.0], np.cumsum(np.sort(each)[::-1])])
+    k = np.arange(1, (len(each) - 1) // instance.ranks + 1)
+    if not len(k):
+        return 0.0, 0
+    sums = descending[k * instance.ranks + 1] - descending[k * instance.ranks - k]
+    best = int(np.argmax(sums))
+    return float(sums[best]), int(k[best])
+
+
+def _least(instance: Instance, low: float) -> float:
+    """The least time in which all matrices run, each at the best cost of a batch that fits into that time."""
+    totals = _totals(instance)
+
+    def enough(ticks: float) -> bool:
+        units = unit_costs(instance, ticks)
+        return bool(np.isfinite(units).all() and totals @ units <= instance.ranks * ticks)
+
+    if enough(low):
+        return low
+    high = float(instance.loads(instance.counts))
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low
+
+
+def _totals(instance: Instance) -> NDArray[np.int64]:
+    totals: NDArray[np.int64] = instance.counts @ instance.per_item
+    return totals
+
+
+def _alone(instance: Instance) -> NDArray[np.float64]:
+    """Ticks that a rank with an item of each kind takes at least."""
+    columns = [table.at_least[instance.per_item[:, s]] for s, table in enumerate(instance.tables)]
+    return np.sum(columns, axis=0)
+
+
+def _crowd_reason(instance: Instance, k: int) -> str:
+    each = instance.per_item @ unit_costs(instance, np.inf)
+    crowd, found = [], 0
+    for kind in np.argsort(-each, kind="stable"):
+        crowd += instance.kinds[kind]
+        found += int(instance.counts[kind])
+        if found > k * instance.ranks:
+            break
+    return f"some rank must take {k + 1} of {_named(instance, crowd)}"
+
+
+def _named(instance: Instance, items: Sequence[Item]) -> str:
+    patterns = ", ".join(merge_patterns(item.name for item in items))
+    return f"{patterns} ({plural(len(items), 'parameter', 'parameters')})"

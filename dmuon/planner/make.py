@@ -1,0 +1,105 @@
+"""Make a plan: of costs, or of owners that somebody gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from dmuon.planner.assign import counts_of, owners_of
+from dmuon.planner.bound import Bound, bound_of
+from dmuon.planner.greedy import greedy
+from dmuon.planner.instance import Costs, Instance
+from dmuon.planner.items import Item
+from dmuon.planner.plan import Owners, Plan, given_owners
+from dmuon.planner.schedule import batches_of
+
+TOLERANCE = 1e-3
+"""A plan this close to its bound is not improved further."""
+
+
+def make_plan(
+    items: Sequence[Item],
+    ranks: int,
+    costs: Costs,
+    *,
+    ranks_per_node: int | None = None,
+    memory_bytes: int | None = None,
+    method: Literal["best", "greedy"] = "best",
+) -> Plan:
+    """Choose an owner for each of ``items`` among ``ranks``, so that the busiest takes as little time as can be.
+
+    The same for equal input, in every run and on every machine.
+
+    Args:
+        items: in the order of the forward (:func:`~dmuon.planner.items_of`).
+        ranks: how many can own.
+        costs: of batches.
+        ranks_per_node: consecutive ranks that share a node, over which a bucket's matrices are spread; None for all.
+        memory_bytes: what a rank has for the owned parameters that it keeps (master weights, momentum, gradients)
+            and for the working memory of its step; None for no limit.
+        method: "greedy" takes the best of several greedy plans; "best" goes on where it leaves a gap.
+
+    Raises:
+        ValueError: no rank, equal names, ``ranks_per_node`` that does not divide ``ranks``, or an item that fits
+            the memory of no rank any more.
+    """
+    instance = Instance(items, ranks, costs, memory_bytes)
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    if per_node < 1 or ranks % per_node:
+        raise ValueError(f"ranks_per_node must divide the {ranks} ranks, got {per_node}")
+    bound = bound_of(instance)
+    assigned = greedy(instance)
+    if assigned is None:
+        raise ValueError(_no_room(instance))
+    return _plan(instance, owners_of(instance, assigned, per_node), bound, "greedy")
+
+
+def plan_of_owners(owners: Plan | Owners, items: Sequence[Item], ranks: int, costs: Costs) -> Plan:
+    """The plan in which ``owners`` says who owns what, with these costs.
+
+    Raises:
+        ValueError: as :func:`~dmuon.planner.given_owners` does.
+    """
+    given = given_owners(owners, [item.name for item in items], ranks)
+    instance = Instance(items, ranks, costs)
+    return _plan(instance, given, bound_of(instance), "given")
+
+
+def _plan(
+    instance: Instance,
+    owners: dict[str, tuple[int, ...]],
+    bound: Bound,
+    method: str,
+    notes: Sequence[str] = (),
+) -> Plan:
+    owned: list[list[Item]] = [[] for _ in range(instance.ranks)]
+    for item in instance.items:
+        owned[owners[item.name][0]].append(item)
+    return Plan(
+        owners,
+        instance.ranks,
+        tuple(batches_of(each, instance.costs) for each in owned),
+        bound.ms,
+        bound.share,
+        tuple(map(int, instance.memory(counts_of(instance, owners)))),
+        method,
+        (*([bound.reason] if bound.reason else []), *notes),
+    )
+
+
+def _no_room(instance: Instance) -> str:
+    """Name the item that a rank by itself cannot hold, or else the largest of those that all ranks cannot."""
+    alone = instance.memory(np.eye(len(instance.kinds), dtype=np.int64))
+    largest = int(np.argmax(alone))
+    name, limit = instance.kinds[largest][0].name, instance.memory_bytes or 0
+    return (
+        f"memory_bytes: {name!r} fits on no rank any more: by itself it needs {_mib(alone[largest])}, all items "
+        f"together {_mib(instance.counts @ instance.kept)}, and {instance.ranks} ranks have {_mib(limit)} each; "
+        "give it more memory or more ranks"
+    )
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
