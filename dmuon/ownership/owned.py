@@ -15,12 +15,12 @@ from dmuon.names import plural
 from dmuon.ownership.buckets import Bucket, block_of
 from dmuon.ownership.control import Control
 from dmuon.ownership.planning import plan_for, plan_together
+from dmuon.ownership.probe import known_network, make_routes
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.reducer import Reducer
 from dmuon.ownership.registry import ATTRIBUTE, ownership_of
-from dmuon.ownership.routes import FlatRoutes, Routes
+from dmuon.ownership.routes import Routes
 from dmuon.ownership.runtime import Runtime
-from dmuon.ownership.two_level import TwoLevelRoutes
 from dmuon.planner import Owners, Plan, given_owners
 from dmuon.policy import MatrixPolicy, Routing
 
@@ -97,7 +97,7 @@ def own(
     chosen = plan_together(
         control, mesh.get_rank() == 0, lambda: plan_for(model, mesh, routings, blocks, plan)
     )
-    routes: Routes = FlatRoutes(mesh) if mesh.ndim == 1 else TwoLevelRoutes(mesh)
+    routes = make_routes(mesh, known_network(mesh, control))
     dtypes = {model.get_parameter(routing.name).dtype for routing in routings}
     if len(dtypes) > 1 and compute_dtype is None:
         names = ", ".join(sorted(map(str, dtypes)))
@@ -142,6 +142,7 @@ class Owned:
         matrices: name → what Muon orthogonalises in it, of all owned parameters.
         plan: who owns what.
         policy: which parameters are matrices.
+        statistics: what has been moved and waited for.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Owned:
         reduce_dtype: torch.dtype,
     ) -> None:
         self.matrices, self.plan, self.policy, self.routes = matrices, plan, policy, routes
+        self.statistics = routes.statistics
         every = [matrix for bucket in buckets for matrix in bucket.matrices]
         masters = {matrix.name: matrix.master for matrix in every if matrix.master is not None}
         # Registration order, whatever the order in the buckets.
@@ -187,7 +189,8 @@ class Owned:
 
     def finish(self) -> None:
         """Bring all gradients to the masters. ``Muon.step`` and ``clip_grad_norm_`` do it. Collective."""
-        self._runtime.finish()
+        with self.statistics.phase("finish"):
+            self._runtime.finish()
 
     def zero_grad(self) -> None:
         """Drop all owned gradients, those under way included. ``Muon.zero_grad`` does it. Collective."""

@@ -90,13 +90,17 @@ class Publisher:
     def _show(self, index: int) -> None:
         self._publish(index)
         if index in self._under_way:
-            self._under_way.pop(index).wait()
+            self._wait(index)
             self._buckets[index].show()
             self._shown.add(index)
 
+    def _wait(self, index: int) -> None:
+        with self._routes.statistics.waiting("publish", self._buckets[index].name):
+            self._under_way.pop(index).wait()
+
     def _free(self, index: int) -> None:
         if index in self._under_way:
-            self._under_way.pop(index).wait()
+            self._wait(index)
         elif index not in self._shown:
             return
         self._shown.discard(index)

@@ -113,4 +113,6 @@ class Reducer:
 
     def _absorb_oldest(self) -> None:
         bucket, transfer = self._pending.popleft()
-        bucket.absorb(transfer.wait(), self._routes.size)
+        with self._routes.statistics.waiting("reduce", bucket.name):
+            received = transfer.wait()
+        bucket.absorb(received, self._routes.size)
