@@ -76,12 +76,13 @@ def batch_sizes(count: int, rows: int, cols: int) -> list[int]:
 
 
 def batches(updates: Sequence[Update]) -> Iterator[list[Piece]]:
-    """Deal the matrices of ``updates`` into batches of equal ones, in their order."""
+    """Deal the matrices of ``updates`` into batches of equal ones, in the order of the first of each."""
     alike: dict[Hashable, list[Update]] = {}
     for update in updates:
         alike.setdefault(update.key, []).append(update)
-    for group in alike.values():
-        yield from _deal(group)
+    places = {update: place for place, update in enumerate(updates)}
+    dealt = [batch for group in alike.values() for batch in _deal(group)]
+    yield from sorted(dealt, key=lambda batch: places[batch[0].update])
 
 
 def _deal(updates: list[Update]) -> Iterator[list[Piece]]:

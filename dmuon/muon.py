@@ -223,10 +223,11 @@ class Muon(torch.optim.Optimizer):
                 updates += self._begin(group)
             else:
                 step_adamw(group, self.state)
-        for _ in self._matrix_step.run(updates):
-            pass
         if self._owned is not None:
-            self._owned.refresh()
+            self._owned.move(updates, self._matrix_step.run)
+        else:
+            for _ in self._matrix_step.run(updates):
+                pass
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,17 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dmuon.ownership.absent import AbsentParameter, hide, placeholder, reveal, same_place
+
 
 @dataclass(eq=False)
 class OwnedMatrix:
     """One owned parameter: where it lies in its bucket and what its owner keeps.
 
-    ``master`` and ``total`` exist on the owner alone. ``unsent`` is this rank's own gradient, ``total`` the mean
-    over all ranks as far as it has arrived; ``arrived`` says that this rank has had a gradient since the last step.
+    ``holder`` is the module that has it. ``master`` and ``total`` exist on the owner alone. ``unsent`` is this rank's
+    own gradient, ``total`` the mean over all ranks as far as it has arrived; ``arrived`` says that this rank has had
+    a gradient since the last step.
     """
 
     name: str
     parameter: nn.Parameter
+    holder: nn.Module
     owner: int
     start: int
     stop: int
@@ -29,6 +33,35 @@ class OwnedMatrix:
     unsent: Tensor | None = None
     total: Tensor | None = None
     arrived: bool = False
+
+    def __post_init__(self) -> None:
+        self._version = self.parameter._version
+
+    def check(self) -> None:
+        """Raise if somebody has changed the parameter itself, which the owner would never learn.
+
+        Raises:
+            RuntimeError: it is another object, has another shape, dtype or device, or was written to.
+        """
+        found = getattr(self.holder, self.name.rpartition(".")[2], None)
+        if found is not self.parameter:
+            kind = "nothing" if found is None else f"a {type(found).__name__}"
+            raise RuntimeError(
+                f"owned parameter {self.name!r} has been replaced by {kind} since dmuon.own: change the model before "
+                "dmuon.own, and give fully_shard ignored_params=owned.params"
+            )
+        if not same_place(self.parameter, self.view):
+            now = f"{tuple(self.parameter.shape)} {self.parameter.dtype} on {self.parameter.device}"
+            then = f"{tuple(self.view.shape)} {self.view.dtype} on {self.view.device}"
+            raise RuntimeError(
+                f"owned parameter {self.name!r} was given other data since dmuon.own: it was {then}, is {now}. "
+                "Convert, move and resize the model before dmuon.own; see its compute_dtype for other dtypes"
+            )
+        if self.parameter._version != self._version:
+            raise RuntimeError(
+                f"owned parameter {self.name!r} was written to, but holds a copy that the next publication replaces: "
+                f"write to owned.masters[{self.name!r}] on rank {self.owner}, then call owned.refresh() on all ranks"
+            )
 
     def collect(self) -> None:
         """Take over the gradient that has just accumulated in the parameter."""
@@ -45,8 +78,8 @@ class OwnedMatrix:
 class Bucket:
     """The flat buffer of one module's owned matrices, in order of their owners' parts.
 
-    Each parameter shows its part of the buffer while this is published. While it is not, the parameter shows NaN:
-    a weight that is read too early spoils the loss for all to see, where freed memory would crash.
+    Each parameter shows its part of the buffer while this is published. While it is not, reading the parameter
+    raises.
 
     Args:
         name: of ``module`` in the model; empty for the model itself.
@@ -56,6 +89,7 @@ class Bucket:
         order: of the ranks' parts in the buffer.
         rank: this one; it makes masters of what it owns.
         dtype: of the buffer.
+        poison: fill the buffer with NaN where otherwise its memory would be given back.
     """
 
     def __init__(
@@ -67,8 +101,9 @@ class Bucket:
         order: Sequence[int],
         rank: int,
         dtype: torch.dtype,
+        poison: bool = False,
     ) -> None:
-        self.name, self.module = name, module
+        self.name, self.module, self._poison = name, module, poison
         names = sorted(parameters, key=lambda n: order.index(owners[n]))
         self.sizes = [sum(parameters[n].numel() for n in names if owners[n] == r) for r in order]
         device = next(iter(parameters.values())).device
@@ -79,8 +114,9 @@ class Bucket:
             parameter = parameters[each]
             start, stop = stop, stop + parameter.numel()
             view = self.flat[start:stop].view(parameter.shape)
-            absent = torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
-            matrix = OwnedMatrix(each, parameter, owners[each], start, stop, view, absent)
+            holder = module.get_submodule(each.rpartition(".")[0].removeprefix(name).removeprefix("."))
+            absent = placeholder(parameter.shape, dtype, device)
+            matrix = OwnedMatrix(each, parameter, holder, owners[each], start, stop, view, absent)
             if matrix.owner == rank:
                 matrix.master = nn.Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
             self.matrices.append(matrix)
@@ -95,6 +131,11 @@ class Bucket:
         """Whether ``other``'s module is inside this one's."""
         return not self.name or other.name.startswith(f"{self.name}.")
 
+    def check(self) -> None:
+        """Raise if a parameter is no longer what the bucket made it; see :meth:`OwnedMatrix.check`."""
+        for matrix in self.matrices:
+            matrix.check()
+
     @torch.no_grad()
     def load(self) -> None:
         """Allocate the buffer and write this rank's masters into it. The rest is yet to arrive."""
@@ -106,13 +147,28 @@ class Bucket:
     def show(self) -> None:
         """Let the parameters see the buffer."""
         for matrix in self.matrices:
-            matrix.parameter.data = matrix.view
+            reveal(matrix.parameter, matrix.view)
 
+    def hide(self) -> None:
+        """Let the parameters see nothing; the buffer stays as it is."""
+        user = f"module {self.name!r}" if self.name else "the model"
+        for matrix in self.matrices:
+            if not isinstance(matrix.parameter, AbsentParameter):
+                hide(
+                    matrix.parameter,
+                    matrix.absent,
+                    f"the values of {matrix.name!r} are not here: they come while {user} runs. Call {user}, not its "
+                    f"parts, or read owned.masters[{matrix.name!r}] on rank {matrix.owner}",
+                )
+
+    @torch.no_grad()
     def free(self) -> None:
         """Give the buffer's memory back."""
-        for matrix in self.matrices:
-            matrix.parameter.data = matrix.absent
-        self.flat.untyped_storage().resize_(0)
+        self.hide()
+        if self._poison:
+            self.flat.fill_(math.nan)
+        else:
+            self.flat.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def pack(self, dtype: torch.dtype) -> Tensor:

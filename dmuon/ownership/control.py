@@ -38,11 +38,11 @@ class Control:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor]
 
-    def agree(self, facts: dict[str, Any] | Exception) -> None:
+    def agree(self, facts: dict[str, Any] | Exception, what: str = "dmuon.own") -> None:
         """Raise on every rank unless all ranks hold equal ``facts``.
 
         A rank that failed before it knew its facts hands in the exception: the others then raise, too, instead of
-        waiting for it.
+        waiting for it. ``what`` has failed then.
 
         Raises:
             RuntimeError: ranks differ, or another one failed.
@@ -54,7 +54,7 @@ class Control:
         failed = {rank: text for rank, text in enumerate(every) if isinstance(text, str)}
         if failed:
             rank, text = next(iter(failed.items()))
-            raise RuntimeError(f"dmuon.own failed on rank {rank}: {text}")
+            raise RuntimeError(f"{what} failed on rank {rank}: {text}")
         for rank, other in enumerate(every):
             for key in (key for key in every[0] if every[0][key] != other[key]):
                 here, there = _difference(every[0][key], other[key])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.batching import Update
 from dmuon.matrix import Matrix
 from dmuon.names import plural
 from dmuon.ownership.buckets import Bucket, block_of
@@ -201,6 +202,17 @@ class Owned:
     def refresh(self) -> None:
         """Publish anew: the masters have changed. ``Muon.step`` does it; do it after you wrote to them. Collective."""
         self._publisher.refresh()
+
+    def move(self, updates: Sequence[Update], run: Callable[[Sequence[Update]], Iterable[Tensor]]) -> None:
+        """Let ``run`` make ``updates`` of masters, and publish each bucket as soon as it can. Collective.
+
+        Args:
+            updates: of this rank's masters; perhaps none.
+            run: yields each master as soon as all of it has moved.
+        """
+        self._publisher.refresh({update.parameter for update in updates})
+        for master in run(sorted(updates, key=lambda update: self._publisher.place(update.parameter))):
+            self._publisher.moved(master)
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """Whether backwards reduce the owned gradients, or keep them for a later one that does."""

@@ -6,7 +6,10 @@ same order; never from whether a gradient came, which they do not. So all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from dmuon.ownership.buckets import Bucket
 from dmuon.ownership.routes import Pending, Routes
@@ -28,11 +31,22 @@ class Publisher:
         # The order of use: by registration until the first forward has shown it.
         self._order = list(range(len(buckets)))
         self._seen: list[int] | None = []
+        self._of_master: dict[Tensor, int] = {
+            m.master: k for k, b in enumerate(buckets) for m in b.matrices if m.master is not None
+        }
+        # What the step is still to publish, in this order, and how many masters each bucket waits for.
+        self._queue: list[int] = []
+        self._waiting: Counter[int] = Counter()
+
+    def shown(self, index: int) -> bool:
+        """Whether bucket ``index`` has arrived and not been freed since."""
+        return index in self._shown
 
     def before_forward(self, index: int, recomputing: bool) -> None:
         """Bucket ``index`` is about to be used; in a recomputation the backward prefetches, not this."""
         if self._seen is not None and index not in self._seen:
             self._seen.append(index)
+        self._buckets[index].check()
         self._show(index)
         if not recomputing:
             self._publish_neighbour(index, 1)
@@ -60,15 +74,40 @@ class Publisher:
         later = [(k, self._buckets[k]) for k in self._order[self._order.index(index) + 1 :]]
         return [k for k, other in later if not (other.contains(bucket) or bucket.contains(other))]
 
-    def refresh(self) -> None:
-        """Free everything, for the masters have changed, and start to publish what is needed first."""
+    def place(self, master: Tensor) -> int:
+        """How early in the forward a master of this rank is used, once :meth:`refresh` has been called."""
+        return self._order.index(self._of_master[master])
+
+    def refresh(self, due: Iterable[Tensor] = ()) -> None:
+        """Hide everything, for the masters are changing, and start to publish what is needed first.
+
+        All ranks publish the same buckets in the same order; each joins in as soon as its own masters are ready.
+
+        Args:
+            due: masters that :meth:`moved` will be called with. Their buckets wait for them, and later ones behind.
+        """
         self._settle_order()
+        if self._reshard:
+            # The model's own bucket surrounds the others, so the first of those is needed as soon.
+            self._queue = self._order[: 1 if self._buckets[self._order[0]].name else 2]
+        else:
+            self._queue = list(self._order)
         for index in range(len(self._buckets)):
-            self._free(index)
-        # The model's own bucket surrounds the others, so the first of those is needed as soon.
-        first = 1 if self._buckets[self._order[0]].name else 2
-        for index in self._order[:first]:
-            self._publish(index)
+            self._free(index, keep=index in self._queue)
+        self._waiting = Counter(self._of_master[master] for master in due)
+        self._publish_ready()
+
+    def moved(self, master: Tensor) -> None:
+        """``master``, of those that were due, has its new value."""
+        index = self._of_master[master]
+        self._waiting[index] -= 1
+        if not self._waiting[index]:
+            self._publish_ready()
+
+    def _publish_ready(self) -> None:
+        """Publish in order until a bucket has to wait."""
+        while self._queue and not self._waiting[self._queue[0]]:
+            self._publish(self._queue.pop(0))
 
     def _settle_order(self) -> None:
         if self._seen:
@@ -98,10 +137,14 @@ class Publisher:
         with self._routes.statistics.waiting("publish", self._buckets[index].name):
             self._under_way.pop(index).wait()
 
-    def _free(self, index: int) -> None:
+    def _free(self, index: int, keep: bool = False) -> None:
+        """Take bucket ``index`` away, but ``keep`` its memory for a publication that follows at once."""
         if index in self._under_way:
             self._wait(index)
         elif index not in self._shown:
             return
         self._shown.discard(index)
-        self._buckets[index].free()
+        if keep:
+            self._buckets[index].hide()
+        else:
+            self._buckets[index].free()

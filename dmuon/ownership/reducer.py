@@ -69,11 +69,22 @@ class Reducer:
         """Bring this step's gradients to the masters. Collective: every rank calls it as often as the others.
 
         A parameter that had no gradient on any rank gets none.
+
+        Raises:
+            RuntimeError: an owned parameter has been changed, on this rank or on another.
         """
         matrices = [matrix for bucket in self._buckets for matrix in bucket.matrices]
-        rounds, *arrived = self._control.largest(
-            [self._needed_rounds(), *(int(matrix.arrived) for matrix in matrices)]
+        failure: Exception | None = None
+        try:
+            for bucket in self._buckets:
+                bucket.check()
+        except RuntimeError as error:
+            failure = error
+        failed, rounds, *arrived = self._control.largest(
+            [int(failure is not None), self._needed_rounds(), *(int(matrix.arrived) for matrix in matrices)]
         )
+        if failed:
+            self._control.agree(failure or {}, "the step")
         self._send_until(rounds)
         while self._pending:
             self._absorb_oldest()

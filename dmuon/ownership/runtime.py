@@ -22,7 +22,7 @@ class Runtime:
     def __init__(
         self, model: nn.Module, buckets: Sequence[Bucket], publisher: Publisher, reducer: Reducer
     ) -> None:
-        self._publisher, self._reducer = publisher, reducer
+        self._buckets, self._publisher, self._reducer = buckets, publisher, reducer
         # Forward calls whose backward is still to come, by bucket.
         self._calls = [0] * len(buckets)
         self._in_backward = self._used = False
@@ -43,6 +43,12 @@ class Runtime:
             self._reducer.finish()
 
     def _arrived(self, index: int, matrix: OwnedMatrix, parameter: Tensor) -> None:
+        if not self._publisher.shown(index):
+            raise RuntimeError(
+                f"the backward used {matrix.name!r} while bucket {self._buckets[index].name!r} was not published: "
+                "losses must depend on what the bucket's module returns in tensors, sequences, mappings or "
+                "dataclasses, not on what it keeps elsewhere"
+            )
         self._reducer.arrived(index, matrix)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:

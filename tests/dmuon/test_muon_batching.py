@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dmuon
 import dmuon.batching
-import dmuon.muon
+import dmuon.matrix_step
 from dmuon.batching import BATCH_ELEMENTS, Update, batch_sizes, batches
 from dmuon.matrix import Matrix
 
@@ -46,6 +46,17 @@ def test_every_matrix_is_dealt_once_in_order(counts: list[int], limit: int) -> N
     assert torch.equal(seen, torch.cat([update.gradient for update in updates]))
 
 
+def test_batches_come_in_the_order_of_their_first_matrices() -> None:
+    """Two by two: what a batch has to wait for should not come first."""
+    updates = [
+        update_of(index, 1, *shape) for index, shape in enumerate([(4, 6), (4, 6), (6, 4), (6, 4)] * 2)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dmuon.batching, "BATCH_ELEMENTS", 2 * 24)
+        dealt = [[int(piece.gradient()[0, 0, 0]) for piece in batch] for batch in batches(updates)]
+    assert dealt == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_only_equal_matrices_share_a_batch() -> None:
     alike = [update_of(0, 1), update_of(1, 2)]
     other = update_of(2, 1)
@@ -72,13 +83,13 @@ def test_batches_are_bounded_and_change_no_result(limit: int, monkeypatch: pytes
     dmuon.Muon([{"params": free[:2], "lr": 0.1}, {"params": free[2:], "lr": 0.3}]).step()
 
     calls: list[int] = []
-    run = dmuon.muon.gram_ns
+    run = dmuon.matrix_step.gram_ns
 
     def noting(G: Tensor, **options: Any) -> Tensor:
         calls.append(G.shape[0])
         return run(G, **options)
 
-    monkeypatch.setattr(dmuon.muon, "gram_ns", noting)
+    monkeypatch.setattr(dmuon.matrix_step, "gram_ns", noting)
     monkeypatch.setattr(dmuon.batching, "BATCH_ELEMENTS", limit * 48)
     dmuon.Muon([{"params": bounded[:2], "lr": 0.1}, {"params": bounded[2:], "lr": 0.3}]).step()
     assert max(calls) <= limit

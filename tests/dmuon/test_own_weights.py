@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
+from dmuon.ownership.absent import AbsentParameter
 
 
 def whereabouts() -> dict[str, Any]:
@@ -44,7 +45,7 @@ def whereabouts() -> dict[str, Any]:
         block.register_forward_pre_hook(lambda *_: live.append(allocated()))
         block.register_full_backward_hook(lambda *_: live.append(allocated()))
     tokens, targets = batch(0, 2)
-    absent = {name for name, p in model.named_parameters() if p in owned.params and p.isnan().all()}
+    absent = {name for name, p in model.named_parameters() if isinstance(p, AbsentParameter)}
     loss_of(model(tokens), targets).backward()
     grads = [p for p in owned.params if p.grad is not None]
     during = sum(count for count, _ in sent)

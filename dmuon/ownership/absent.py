@@ -1,0 +1,151 @@
+"""Parameters whose values are elsewhere: their metadata can be had, reading them raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_METADATA: frozenset[Any] = frozenset(
+    {
+        *(getattr(Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement", "stride")),
+        *(getattr(Tensor, name) for name in ("storage_offset", "element_size", "is_contiguous", "__len__")),
+        *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device", "is_shared")),
+        *(getattr(Tensor, name) for name in ("requires_grad_", "retain_grad", "register_hook")),
+        *(getattr(Tensor, name) for name in ("register_post_accumulate_grad_hook", "is_set_to")),
+        *(getattr(Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.result_type),
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+        torch._has_compatible_shallow_copy_type,  # nn.Module.to and the like ask it
+    }
+)
+"""Functions that read no values. What they make is an ordinary tensor."""
+
+_ALIASES: frozenset[Any] = frozenset(
+    # By a view of a parameter others find the node that accumulates its gradient.
+    {Tensor.view_as, Tensor.expand_as}
+    | {Tensor.detach, torch.detach, Tensor.view, Tensor.permute, Tensor.transpose, Tensor.narrow}
+)
+"""Functions that read no values, and whose result has none either."""
+
+_MOVES: frozenset[Any] = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.contiguous})
+"""Functions that return the tensor itself where nothing is to be done."""
+
+
+class _Absent(Tensor):
+    """A tensor whose values must not be read; ``_absence`` says why not, and what to do."""
+
+    _absence: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.empty_like:  # as nn.Module.to_empty calls it: what has no values needs no memory
+            return _empty_like(*args, **(kwargs or {}))
+        # Properties come as the methods of their descriptors.
+        is_property = type(func).__name__ == "method-wrapper"
+        if not is_property and func not in _METADATA and func not in _ALIASES and func not in _MOVES:
+            raise RuntimeError(_find(args, kwargs)._absence)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in _MOVES:
+            if result is not args[0]:
+                raise RuntimeError(_find(args, kwargs)._absence)
+        elif isinstance(result, Tensor) and (func in _ALIASES or (is_property and _is_view(func))):
+            _become(result, AbsentTensor, _find(args, kwargs)._absence)
+        return result
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                f"<{type(self).__name__} {tuple(self.shape)} {self.dtype} on {self.device}: {self._absence}>"
+            )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(f"an owned model cannot be copied: copy it before dmuon.own. {self._absence}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"an absent parameter cannot be pickled. {self._absence}")
+
+
+class AbsentTensor(_Absent):
+    """What ``data`` and ``detach`` give of an absent parameter."""
+
+
+class AbsentParameter(_Absent, nn.Parameter):
+    """A parameter for as long as it is absent. Its class is set and taken back, as torch does with lazy ones."""
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """NaN without memory: what reads it below Python, where nothing can raise, spoils the loss for all to see."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+
+
+def hide(parameter: nn.Parameter, values: Tensor, why: str) -> None:
+    """Let ``parameter`` show the placeholder ``values`` and refuse to be read. ``why``: and what to do."""
+    parameter.data = values
+    _become(parameter, AbsentParameter, why)
+
+
+def reveal(parameter: nn.Parameter, values: Tensor) -> None:
+    """Make it an ordinary parameter again that shows ``values``."""
+    if isinstance(parameter, AbsentParameter):
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    parameter.data = values
+
+
+def is_owned(parameter: Tensor) -> bool:
+    """Whether it has ever been absent."""
+    return "_absence" in parameter.__dict__
+
+
+def same_place(parameter: Tensor, values: Tensor) -> bool:
+    """Whether ``parameter`` shows just ``values``; while it is absent, whether it would."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alike = (
+            parameter.shape == values.shape
+            and parameter.dtype == values.dtype
+            and parameter.device == values.device
+        )
+        if isinstance(parameter, AbsentParameter):
+            return alike and not any(parameter.stride())
+        return alike and parameter.data_ptr() == values.data_ptr()
+
+
+def _become(tensor: Tensor, kind: type[_Absent], why: str) -> None:
+    tensor.__class__ = kind
+    tensor._absence = why  # type: ignore[attr-defined]
+
+
+def _empty_like(like: _Absent, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    empty = placeholder(like.shape, dtype or like.dtype, like.device if device is None else device)
+    _become(empty, AbsentTensor, like._absence)
+    return empty
+
+
+def _find(args: Sequence[Any], kwargs: dict[str, Any] | None) -> _Absent:
+    """The absent tensor among the arguments, in lists of them too."""
+    values = [*args, *(kwargs or {}).values()]
+    while values:
+        value = values.pop(0)
+        if isinstance(value, _Absent):
+            return value
+        if isinstance(value, (list, tuple)):
+            values += value
+    raise AssertionError("called without an absent tensor")
+
+
+def _is_view(getter: Any) -> bool:
+    """Whether a property gives the tensor itself in another form, unlike its gradient."""
+    return getter.__self__.__name__ in ("data", "T", "mT", "H", "mH", "real", "imag")
