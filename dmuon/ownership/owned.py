@@ -201,7 +201,8 @@ class Owned:
 
     def refresh(self) -> None:
         """Publish anew: the masters have changed. ``Muon.step`` does it; do it after you wrote to them. Collective."""
-        self._publisher.refresh()
+        with self.statistics.phase("refresh"):
+            self._publisher.refresh()
 
     def move(self, updates: Sequence[Update], run: Callable[[Sequence[Update]], Iterable[Tensor]]) -> None:
         """Let ``run`` make ``updates`` of masters, and publish each bucket as soon as it can. Collective.
@@ -210,9 +211,11 @@ class Owned:
             updates: of this rank's masters; perhaps none.
             run: yields each master as soon as all of it has moved.
         """
-        self._publisher.refresh({update.parameter for update in updates})
-        for master in run(sorted(updates, key=lambda update: self._publisher.place(update.parameter))):
-            self._publisher.moved(master)
+        with self.statistics.phase("refresh"):
+            self._publisher.refresh({update.parameter for update in updates})
+        with self.statistics.phase("update"):
+            for master in run(sorted(updates, key=lambda update: self._publisher.place(update.parameter))):
+                self._publisher.moved(master)
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """Whether backwards reduce the owned gradients, or keep them for a later one that does."""
