@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmuon.batching import Piece, Update, batches
+from dmuon.fused_step import FusedSteps
 from dmuon.graphs import Replays, replayable
 from dmuon.kernels.gram_ns import gram_ns
+from dmuon.kernels.step import Step
 from dmuon.lr_adjust import AdjustRule
 
 
 class MatrixStep:
     """Moves matrices by their orthogonalised momentum; keeps what it needs from step to step.
+
+    On a GPU, kernels make whole steps of what they serve; torch's operations make those of the rest.
 
     Args:
         rules: what a group's ``adjust_lr`` may name.
@@ -25,18 +31,46 @@ class MatrixStep:
     def __init__(self, rules: Mapping[str, AdjustRule]) -> None:
         self._rules = rules
         self._replays = Replays()
+        self._fused = FusedSteps(rules, self._replays)
+        self._counters: dict[torch.device, Tensor] = {}
 
     def run(self, updates: Sequence[Update]) -> Iterator[Tensor]:
-        """Make ``updates``, whose momentum has been advanced; yield each parameter as soon as all of it has moved."""
-        left = Counter(update.parameter for update in updates for _ in range(update.matrix.batch))
-        for batch in batches(updates):
-            self._move_batch(batch)
-            for piece in batch:
-                left[piece.update.parameter] -= piece.count
-                if not left[piece.update.parameter]:
-                    yield piece.update.parameter
+        """Make ``updates``; yield each parameter as soon as all of it has moved.
 
-    def _move_batch(self, batch: list[Piece]) -> None:
+        The updates of a parameter come together. Their gradients are as autograd left them.
+        """
+        left = Counter(update.parameter for update in updates for _ in range(update.matrix.batch))
+        for step, members in self._alike(updates).items():
+            for batch in batches(members):
+                counter = self._counter(batch[0].update.parameter.device)
+                if step is None:
+                    self._move_batch(batch, counter)
+                else:
+                    self._fused.move(step, batch, counter)
+                for piece in batch:
+                    left[piece.update.parameter] -= piece.count
+                    if not left[piece.update.parameter]:
+                        yield piece.update.parameter
+
+    def nonfinite(self) -> int:
+        """How many matrices have been moved by what was not finite; waits for the devices."""
+        return sum(int(counter) for counter in self._counters.values())
+
+    def _alike(self, updates: Sequence[Update]) -> dict[Step | None, list[Update]]:
+        """The updates by what moves them; those of torch's, with ``None``, have their momenta advanced."""
+        alike: dict[Step | None, list[Update]] = {}
+        for _, members in groupby(updates, key=lambda update: id(update.parameter)):
+            mine = list(members)
+            steps = [self._fused.step_of(update) for update in mine]
+            if None in steps:
+                # Momentum and decay are the parameter's, not each matrix's.
+                gradient = advance_momentum(mine[0])
+                mine, steps = [replace(update, gradient=gradient) for update in mine], [None] * len(mine)
+            for step, update in zip(steps, mine, strict=True):
+                alike.setdefault(step, []).append(update)
+        return alike
+
+    def _move_batch(self, batch: list[Piece], counter: Tensor) -> None:
         """Orthogonalise one batch of equal matrices and move each against its own result."""
         matrix, group, like = batch[0].update.matrix, batch[0].update.group, batch[0].update.momentum
         counts = [piece.count for piece in batch]
@@ -53,19 +87,29 @@ class MatrixStep:
             self._replays.run(tuple(how.values()), stack, lambda stack: gram_ns(stack, **how, out=stack))
         else:
             gram_ns(stack, **how, out=stack)
+        # A sum over entries of at most 1 is finite unless one of them is not.
+        counter += (~stack.sum((-2, -1), dtype=torch.float32).isfinite()).sum()
         for piece, direction in zip(batch, torch.split(stack, counts), strict=True):
             factor = self._rules[piece.update.group["adjust_lr"]](matrix.rows, matrix.cols)
             _move(piece.parameter(), direction, piece.update.group, factor)
 
+    def _counter(self, device: torch.device) -> Tensor:
+        if device not in self._counters:
+            self._counters[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._counters[device]
 
-def advance_momentum(
-    weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
-) -> Tensor:
-    """Fold ``gradient`` into the momentum of ``state`` and decay ``weight``; the gradient in the momentum's dtype."""
+
+def momentum_of(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The momentum in ``state``, zero at first."""
     if not state:
         state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-    momentum = state["momentum_buffer"]
-    gradient = gradient.to(momentum.dtype)
+    return state["momentum_buffer"]
+
+
+def advance_momentum(update: Update) -> Tensor:
+    """Fold a parameter's gradient into its momentum, and decay it; the gradient in the momentum's dtype."""
+    weight, momentum, group = update.parameter, update.momentum, update.group
+    gradient = update.gradient.to(momentum.dtype)
     momentum.lerp_(gradient, 1 - group["momentum"])
     if group["weight_decay"]:
         weight.mul_(1 - group["lr"] * group["weight_decay"])

@@ -15,7 +15,7 @@ from dmuon.batching import Update
 from dmuon.groups import Matrices, check_options, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
-from dmuon.matrix_step import MatrixStep, advance_momentum
+from dmuon.matrix_step import MatrixStep, momentum_of
 from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy
 from dmuon.slots import slots_of_model
@@ -220,7 +220,7 @@ class Muon(torch.optim.Optimizer):
         updates: list[Update] = []
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                updates += self._begin(group)
+                updates += self._updates_of(group)
             else:
                 step_adamw(group, self.state)
         if self._owned is not None:
@@ -229,6 +229,14 @@ class Muon(torch.optim.Optimizer):
             for _ in self._matrix_step.run(updates):
                 pass
         return loss
+
+    def nonfinite(self) -> int:
+        """How many matrices were moved so far by an update with NaN or Inf in it.
+
+        Such an update makes its own weight NaN and no other. They are counted on the device, since the optimizer was
+        made; reading the count waits for it. Of an owned model, of what this rank owns.
+        """
+        return self._matrix_step.nonfinite()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; of an owned model also those that are still under way (then collective)."""
@@ -283,14 +291,13 @@ class Muon(torch.optim.Optimizer):
                         "neither Muon nor AdamW can use; build its embedding with sparse=False"
                     )
 
-    def _begin(self, group: dict[str, Any]) -> list[Update]:
-        """Advance the momentum of a Muon group, and list the matrices that are due for an update here."""
+    def _updates_of(self, group: dict[str, Any]) -> list[Update]:
+        """The matrices of a Muon group that are due for an update here."""
         updates = []
         for parameter in group["params"]:
             weight = parameter if self._owned is None else self._owned.masters_of.get(parameter)
             if weight is None or weight.grad is None:
                 continue
-            gradient = advance_momentum(weight, weight.grad, self.state[parameter], group)
-            momentum = self.state[parameter]["momentum_buffer"]
-            updates += [Update(weight, gradient, momentum, m, group) for m in self._matrices[parameter]]
+            momentum = momentum_of(weight, self.state[parameter])
+            updates += [Update(weight, weight.grad, momentum, m, group) for m in self._matrices[parameter]]
         return updates

@@ -80,12 +80,15 @@ def gram_ns(
     m, n = sorted(G.shape[-2:])
     batch, device = G.numel() // (m * n), device_key(G.device)
     problem = Problem("gram_ns", batch, m, n, precision_name(dtype), device, polynomials.key)
-    choice = _choose(problem, polynomials, fixed, method)
+    choice = choose_ns(problem, polynomials, fixed, method)
     return run_ns(G, choice, polynomials, computing_dtype(problem), out)
 
 
-def _choose(
-    problem: Problem, coefficients: CoefficientSet, restarts: tuple[int, ...] | None, method: str
+def choose_ns(
+    problem: Problem,
+    coefficients: CoefficientSet,
+    restarts: tuple[int, ...] | None = None,
+    method: str = "auto",
 ) -> NSChoice:
     """The tuned or heuristic choice, bent to what the caller fixed."""
     chooser = current_chooser()

@@ -77,7 +77,7 @@ def run_ns(
     # Where products can scale G as they read it, no copy of it is made.
     norm = plain_norm(G, dtype) if out.dtype == dtype and out.data_ptr() != G.data_ptr() else None
     direct = norm is not None
-    working = out if direct and len(segments) == 1 else _empty(G.shape, dtype, G.device)
+    working = out if direct and len(segments) == 1 else working_memory(G.shape, dtype, G.device)
     spare = _spare(out, dtype)
     # X moves between `working` and `spare` at every apply; the last must land where the result is wanted.
     start, other = working, spare
@@ -93,13 +93,20 @@ def run_ns(
     assert source is not None and X is not None and result is not None
     # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
     buffers, m = 3 if choice.method == "standard" else 4, X.shape[-2]
-    grams = _empty((buffers, *X.shape[:-2], m, m), dtype, G.device)
+    grams = working_memory((buffers, *X.shape[:-2], m, m), dtype, G.device)
     _iterate(source, 1 / norm if norm else 1.0, X, Y, result, grams, segments, _Products(choice, strict))
     return out
 
 
 def _run_whole(
-    G: Tensor, choice: NSChoice, coefficients: CoefficientSet, dtype: torch.dtype, out: Tensor, strict: bool
+    G: Tensor,
+    choice: NSChoice,
+    coefficients: CoefficientSet,
+    dtype: torch.dtype,
+    out: Tensor,
+    strict: bool,
+    *,
+    normalize: bool = True,
 ) -> bool:
     """Run all in one launch; ``False`` if the kernel cannot serve these matrices."""
     assert choice.whole is not None
@@ -109,7 +116,7 @@ def _run_whole(
         run, tall = _build("gram_ns", choice.whole), G.shape[-2] > G.shape[-1]
         restarts = tuple(_restarts(choice, coefficients))
         X, result = _matrices(G, tall), _matrices(out, tall)
-        run(X, result, precision_name(dtype), coefficients.steps, restarts)
+        run(X, result, precision_name(dtype), coefficients.steps, restarts, normalize=normalize)
     except Unsupported as reason:
         if strict:
             raise
@@ -118,12 +125,42 @@ def _run_whole(
     return True
 
 
+def run_prepared(
+    X: Tensor, choice: NSChoice, coefficients: CoefficientSet
+) -> tuple[Tensor | None, Tensor, float]:
+    """All of an iteration but its last product: (Q, Y, q), with (Q + qI) Y the orthogonalised X.
+
+    Args:
+        X: (rows, cols) or (B, rows, cols) in the working precision, of Frobenius norm 1. It is overwritten.
+        choice: as for :func:`run_ns`; batches run as one.
+        coefficients: one polynomial per step.
+
+    Returns:
+        Q (…, m, m) and Y (…, m, n) for the smaller side m: Y is transposed if X is tall. Where one launch runs the
+        whole iteration, Q is ``None`` and the orthogonalised matrix is Y, in X's place.
+    """
+    if choice.whole is not None and _run_whole(X, choice, coefficients, X.dtype, X, False, normalize=False):
+        return None, _matrices(X, X.shape[-2] > X.shape[-1]), 0.0
+    *before, last = _segments(coefficients.steps, _restarts(choice, coefficients))
+    tall, products = X.shape[-2] > X.shape[-1], _Products(choice, False)
+    source = _matrices(X, tall)
+    buffers, m = 3 if choice.method == "standard" else 4, source.shape[-2]
+    free = list(working_memory((buffers, *source.shape[:-2], m, m), X.dtype, X.device))
+    if before:
+        target = _matrices(working_memory(tuple(X.shape), X.dtype, X.device), tall)
+    for steps in before:
+        Q, shift = _polynomial(source, 1.0, free, steps, products)
+        source, target = _apply(Q, source, target, 1.0, shift, products), source
+    Q, shift = _polynomial(source, 1.0, free, last, products)
+    return Q, source, shift
+
+
 def _restarts(choice: NSChoice, coefficients: CoefficientSet) -> range | tuple[int, ...]:
     """The standard form is the recurrence restarted before every step."""
     return range(1, len(coefficients)) if choice.method == "standard" else choice.restarts
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def working_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Working memory; on a GPU with rows padded to LINE_BYTES."""
     if device.type != "cuda":
         return torch.empty(shape, dtype=dtype, device=device)

@@ -102,13 +102,15 @@ class CompiledBackend:
         self, m: int, n: int, dtype: str, arch: Arch, steps: tuple[Triple, ...], restarts: tuple[int, ...]
     ) -> list[KernelSpec]:
         """All that tuning (m, n) matrices could time in working precision ``dtype``, wide or tall: for compiling
-        ahead, on any machine. ``steps`` and ``restarts`` are those of the iteration; the matrices are fp32."""
+        ahead, on any machine. ``steps`` and ``restarts`` are those of the iteration; the matrices are fp32, or
+        scaled already where an optimizer's step runs what was tuned."""
         calls: list[ProductCall | SmallCall] = []
         for wide in (True, False):
-            X, G = _laid_out(m, n, dtype, wide), _laid_out(m, n, "fp32", wide)
-            calls += [ProductCall("gram", X, None, None, _laid_out(m, m, dtype))]
+            X, G = laid_out(m, n, dtype, wide), laid_out(m, n, "fp32", wide)
+            calls += [ProductCall("gram", X, None, None, laid_out(m, m, dtype))]
             calls += [SmallCall(G, G, dtype, steps, restarts, normalize=True)]
-        R = _laid_out(m, m, dtype)
+            calls += [SmallCall(X, X, dtype, steps, restarts)]
+        R = laid_out(m, m, dtype)
         calls += [
             ProductCall("symmetric_product", R, R, C, R, 1.0, beta) for C, beta in ((None, 0.0), (R, 1.0))
         ]
@@ -134,7 +136,7 @@ class CompiledBackend:
         return self._families[config["kernel"]].loaded, own
 
 
-def _laid_out(rows: int, columns: int, dtype: str, by_rows: bool = True) -> Matrices:
+def laid_out(rows: int, columns: int, dtype: str, by_rows: bool = True) -> Matrices:
     """A matrix as run_ns lays out its working memory, at no real address."""
     size = {"fp32": 4}.get(dtype, 2)
     line = -(-(columns if by_rows else rows) * size // LINE_BYTES) * LINE_BYTES // size
@@ -201,7 +203,7 @@ class _Ready:
 class _Whole:
     """The whole iteration of small matrices under one configuration: ``run(X, out, dtype, steps, restarts)``.
 
-    It scales each (m, n) matrix of X by its norm first, like
+    With ``normalize`` it scales each (m, n) matrix of X by its norm first, like
     :func:`~dmuon.kernels.normalize.normalized_copy`.
     """
 
@@ -213,9 +215,16 @@ class _Whole:
         )
 
     def __call__(
-        self, X: Tensor, out: Tensor, dtype: str, steps: tuple[Triple, ...], restarts: tuple[int, ...]
+        self,
+        X: Tensor,
+        out: Tensor,
+        dtype: str,
+        steps: tuple[Triple, ...],
+        restarts: tuple[int, ...],
+        *,
+        normalize: bool = True,
     ) -> Tensor:
-        call = SmallCall(Matrices.of(X), Matrices.of(out), dtype, steps, restarts, normalize=True)
+        call = SmallCall(Matrices.of(X), Matrices.of(out), dtype, steps, restarts, normalize)
         self._launcher.run(call, out.device)
         return out
 

@@ -219,12 +219,14 @@ def test_workloads_are_the_batches_that_the_optimizer_runs():
 def test_workloads_agree_with_the_optimizer(monkeypatch):
     """Counted on a real step of dmuon.Muon."""
     import dmuon
-    from dmuon import muon
+    from dmuon import matrix_step
 
     model = torch.nn.Sequential(*[torch.nn.Linear(48, 16) for _ in range(5)], torch.nn.Linear(16, 48))
     asked = []
-    gram_ns = muon.gram_ns
-    monkeypatch.setattr(muon, "gram_ns", lambda G, **rest: asked.append(tuple(G.shape)) or gram_ns(G, **rest))
+    gram_ns = matrix_step.gram_ns
+    monkeypatch.setattr(
+        matrix_step, "gram_ns", lambda G, **rest: asked.append(tuple(G.shape)) or gram_ns(G, **rest)
+    )
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     dmuon.Muon(model).step()

@@ -12,7 +12,7 @@ from muon_reference import muon_step
 from torch import Tensor, nn
 
 import dmuon
-import dmuon.muon
+import dmuon.matrix_step
 from dmuon.policy import MatrixPolicy
 
 
@@ -88,13 +88,13 @@ def test_each_matrix_is_orthogonalized_once_a_step(monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16))
     optimizer = dmuon.Muon(model)
     calls: list[tuple[int, ...]] = []
-    run = dmuon.muon.gram_ns
+    run = dmuon.matrix_step.gram_ns
 
     def counting(G: Tensor, **options: Any) -> Tensor:
         calls.append(tuple(G.shape))
         return run(G, **options)
 
-    monkeypatch.setattr(dmuon.muon, "gram_ns", counting)
+    monkeypatch.setattr(dmuon.matrix_step, "gram_ns", counting)
     for _ in range(4):  # micro-batches
         model(torch.randn(8, 16)).square().mean().backward()
     optimizer.step()

@@ -44,7 +44,7 @@ def test_bad_matrices_are_counted(arch: str, dtype: str, padding: int, shape: tu
         {},
         {0: (rows - 1, cols - 1, torch.nan)},
         {0: (0, 0, torch.inf), 2: (rows // 2, 0, -torch.inf), 4: (0, cols - 1, torch.nan)},
-        {k: (0, cols // 2, torch.inf) for k in range(5)},
+        dict.fromkeys(range(5), (0, cols // 2, torch.inf)),
     )
     for seed, bad in zip((None, 1, 2, 3), steps, strict=True):
         values = matrices(5, *shape, dtype, padding=padding).fill_(60000.0)

@@ -1,0 +1,144 @@
+"""Batches of matrices that kernels move on a GPU, from gradient to weight, replayed from CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dmuon.batching import Piece, Update
+from dmuon.graphs import Replays, replayable
+from dmuon.kernels.choose import Problem, device_key
+from dmuon.kernels.coefficients import resolve_coefficients
+from dmuon.kernels.gpu.binary import Unsupported
+from dmuon.kernels.gpu.triton_kernels.elementwise import fill_table, scalars_of
+from dmuon.kernels.gram_ns import choose_ns
+from dmuon.kernels.precision import precision_name, resolve_precision
+from dmuon.kernels.step import Step, step_arch
+from dmuon.lr_adjust import AdjustRule
+
+_EXACT = (torch.float32, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class FusedSteps:
+    """Makes steps in kernels.
+
+    Args:
+        rules: what a group's ``adjust_lr`` may name.
+        replays: where batches are recorded.
+    """
+
+    def __init__(self, rules: Mapping[str, AdjustRule], replays: Replays) -> None:
+        self._rules, self._replays = rules, replays
+        self._served: dict[Step, bool] = {}
+
+    def step_of(self, update: Update) -> Step | None:
+        """What moves ``update``, whose momentum has not been advanced; ``None`` if kernels cannot, or cannot now."""
+        weight, group = update.parameter, update.group
+        tensors = (weight, update.gradient, update.momentum)
+        arch = step_arch(weight.device)
+        working = resolve_precision(group["precision"], update.momentum)
+        if (
+            arch is None
+            or update.matrix.transposed
+            or not all(tensor.is_contiguous() for tensor in tensors)
+            or weight.dtype not in _EXACT
+            or update.momentum.dtype != weight.dtype
+            or update.gradient.dtype not in (*_EXACT, torch.float16)
+            or working not in _HALF
+            # The table comes from the host, which a graph of the whole step would not repeat.
+            or (weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        ):
+            return None
+        step = Step(
+            arch,
+            update.matrix.rows,
+            update.matrix.cols,
+            precision_name(weight.dtype),
+            precision_name(update.gradient.dtype),
+            precision_name(working),
+            group["nesterov"],
+            all(address % 16 == 0 for each in _addresses(update, 0, update.matrix.batch) for address in each),
+        )
+        if step not in self._served:
+            self._served[step] = _load(step)
+        return step if self._served[step] else None
+
+    def move(self, step: Step, batch: Sequence[Piece], counter: Tensor) -> None:
+        """Advance the momenta of a batch and move its weights; count on ``counter`` what is not finite."""
+        first = batch[0].update
+        polynomials = resolve_coefficients(first.group["coefficients"])
+        device, (m, n) = first.parameter.device, sorted((step.rows, step.cols))
+
+        def work(table: Tensor) -> None:
+            problem = Problem("gram_ns", len(table), m, n, step.dtype, device_key(device), polynomials.key)
+            step.run(table, counter, choose_ns(problem, polynomials), polynomials)
+
+        table = self._table(batch, pinned=device.type == "cuda")
+        if replayable(device):
+            buffer = self._replays.buffer(tuple(table.shape), table.dtype, device)
+            buffer.copy_(table, non_blocking=True)
+        else:
+            buffer = table.to(device, non_blocking=True)
+        self._scale_on_device(batch, scalars_of(buffer))
+        if replayable(device):
+            self._replays.run((step, polynomials.key), buffer, work)
+        else:
+            work(buffer)
+
+    def _table(self, batch: Sequence[Piece], *, pinned: bool) -> Tensor:
+        addresses, scalars = [], []
+        for piece in batch:
+            group = piece.update.group
+            lr = 0.0 if isinstance(group["lr"], Tensor) else group["lr"]
+            factors = (self._factor(piece) * lr, 1 - lr * group["weight_decay"])
+            addresses += _addresses(piece.update, piece.start, piece.stop)
+            scalars += [(1 - group["momentum"], group["momentum"], *factors)] * piece.count
+        return fill_table(addresses, scalars, pinned=pinned)
+
+    def _scale_on_device(self, batch: Sequence[Piece], scalars: Tensor) -> None:
+        """Fill in what follows from learning rates that are tensors, which the host does not read."""
+        stop = 0
+        for piece in batch:
+            start, stop = stop, stop + piece.count
+            lr = piece.update.group["lr"]
+            if isinstance(lr, Tensor):
+                scalars[start:stop, 2].fill_(lr * self._factor(piece))
+                scalars[start:stop, 3].fill_(1 - lr * piece.update.group["weight_decay"])
+
+    def _factor(self, piece: Piece) -> float:
+        """Of the learning rate, with the sign of the step."""
+        matrix, group = piece.update.matrix, piece.update.group
+        factor = self._rules[group["adjust_lr"]](matrix.rows, matrix.cols)
+        return factor if group["maximize"] else -factor
+
+
+def _addresses(update: Update, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Of gradient, momentum and weight of matrices ``start`` to ``stop``."""
+    views = [update.matrix.view(tensor) for tensor in (update.gradient, update.momentum, update.parameter)]
+    firsts = [view.data_ptr() for view in views]
+    strides = [view.stride(0) * view.element_size() for view in views]
+    return [
+        (firsts[0] + k * strides[0], firsts[1] + k * strides[1], firsts[2] + k * strides[2])
+        for k in range(start, stop)
+    ]
+
+
+def _load(step: Step) -> bool:
+    """Have all kernels of ``step`` at hand before anything is changed; warn if they are not to be had."""
+    from dmuon.kernels.gpu.load import binary_for
+
+    try:
+        for spec in step.specs():
+            binary_for(spec)
+    except Unsupported as reason:
+        warnings.warn(
+            f"steps of {step.rows}×{step.cols} matrices are made of torch's operations: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
