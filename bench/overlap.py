@@ -69,8 +69,8 @@ class DelayedRoutes:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.routes, name)
 
-    def publish(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
-        return self._delayed("publish", self.routes.publish(flat, sizes))
+    def publish(self, flat: Tensor, sizes: Sequence[int], lane: int = 0) -> Pending:
+        return self._delayed("publish", self.routes.publish(flat, sizes, lane))
 
     def reduce(self, packed: Tensor, sizes: Sequence[int]) -> Pending:
         return self._delayed("reduce", self.routes.reduce(packed, sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ class Control:
 
     Args:
         ranks: global ranks, in the order of the mesh.
+        timeout: of its collectives; None for torch's default.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._group = dist.new_group(list(ranks), backend="gloo")
+    def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None) -> None:
+        self._group = dist.new_group(list(ranks), timeout, backend="gloo")
         self._rank, self._size = dist.get_rank(self._group), len(ranks)
 
     def gather(self, value: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def own(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     buckets: Sequence[nn.Module] | None = None,
+    timeout: timedelta | None = None,
 ) -> Owned:
     """Give every matrix of ``model`` one owner among the ranks of ``mesh``. Collective; call it before FSDP.
 
@@ -66,6 +68,8 @@ def own(
         buckets: the modules whose matrices travel together; None for the elements of the outermost
             ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` around each matrix. What is in none of them
             travels with the model itself.
+        timeout: after which a rank that waits in vain for others in dmuon's own process groups raises; None for
+            torch's default (minutes), whatever ``init_process_group`` was given.
 
     Raises:
         ValueError: the mesh does not fit the process group, the policy finds no matrix, the plan is for other
@@ -75,7 +79,7 @@ def own(
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     _check_mesh(mesh)
-    control = Control(mesh.mesh.flatten().tolist())
+    control = Control(mesh.mesh.flatten().tolist(), timeout)
     policy = policy or MatrixPolicy()
     routings: list[Routing] = []
     facts: dict[str, Any] | Exception
@@ -98,7 +102,7 @@ def own(
     chosen = plan_together(
         control, mesh.get_rank() == 0, lambda: plan_for(model, mesh, routings, blocks, plan)
     )
-    routes = make_routes(mesh, known_network(mesh, control))
+    routes = make_routes(mesh, known_network(mesh, control), timeout=timeout)
     dtypes = {model.get_parameter(routing.name).dtype for routing in routings}
     if len(dtypes) > 1 and compute_dtype is None:
         names = ", ".join(sorted(map(str, dtypes)))

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,7 @@ from dmuon.kernels.choose import device_key
 from dmuon.ownership.control import Control
 from dmuon.ownership.exchange import Exchange, Transfer
 from dmuon.ownership.link_costs import GroupCosts, LinkCosts, publication_loads, reduction_loads
-from dmuon.ownership.routes import FlatRoutes, Routes
+from dmuon.ownership.routes import LANES, FlatRoutes, Routes
 from dmuon.ownership.two_level import TwoLevelRoutes
 from dmuon.tuning_cache.paths import default_path
 
@@ -31,9 +32,15 @@ SMALL, LARGE, ROUNDS = 2**14, {"cpu": 2**22, "cuda": 2**26}, 5
 """Bytes of the two exchanges that are timed, and how often each is."""
 
 
-def make_routes(mesh: DeviceMesh, costs: Mapping[str, GroupCosts] | None = None) -> Routes:
+def make_routes(
+    mesh: DeviceMesh,
+    costs: Mapping[str, GroupCosts] | None = None,
+    lanes: int = LANES,
+    timeout: timedelta | None = None,
+) -> Routes:
     """The routes of a mesh of one dimension, or of two. Collective."""
-    return FlatRoutes(mesh, costs) if mesh.ndim == 1 else TwoLevelRoutes(mesh, costs)
+    kind = FlatRoutes if mesh.ndim == 1 else TwoLevelRoutes
+    return kind(mesh, costs, lanes, timeout)
 
 
 def measure_network(mesh: DeviceMesh) -> dict[str, GroupCosts]:
@@ -50,7 +57,7 @@ def measure_network(mesh: DeviceMesh) -> dict[str, GroupCosts]:
         Level ("flat", or "intra" and "inter") → what each way takes, equal on all ranks. A level of one rank has none.
     """
     control = Control(mesh.mesh.flatten().tolist())
-    routes = make_routes(mesh)
+    routes = make_routes(mesh, lanes=1)
     costs = {
         level: GroupCosts(
             publish=_measure(publishing, publishing.publish, publication_loads, mesh.device_type, control),

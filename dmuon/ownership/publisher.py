@@ -81,10 +81,11 @@ class Publisher:
     def refresh(self, due: Iterable[Tensor] = ()) -> None:
         """Hide everything, for the masters are changing, and start to publish what is needed first.
 
-        All ranks publish the same buckets in the same order; each joins in as soon as its own masters are ready.
+        All ranks publish the same buckets, in the same order on each lane, and each rank as soon as its own masters
+        are ready.
 
         Args:
-            due: masters that :meth:`moved` will be called with. Their buckets wait for them, and later ones behind.
+            due: masters that :meth:`moved` will be called with. Their buckets wait for them.
         """
         self._settle_order()
         if self._reshard:
@@ -105,9 +106,15 @@ class Publisher:
             self._publish_ready()
 
     def _publish_ready(self) -> None:
-        """Publish in order until a bucket has to wait."""
-        while self._queue and not self._waiting[self._queue[0]]:
-            self._publish(self._queue.pop(0))
+        """Publish in order, on each lane until a bucket has to wait."""
+        blocked: set[int] = set()
+        for index in list(self._queue):
+            lane = index % self._routes.lanes
+            if self._waiting[index]:
+                blocked.add(lane)
+            if lane not in blocked:
+                self._queue.remove(index)
+                self._publish(index)
 
     def _settle_order(self) -> None:
         if self._seen:
@@ -124,7 +131,7 @@ class Publisher:
             return
         bucket = self._buckets[index]
         bucket.load()
-        self._under_way[index] = self._routes.publish(bucket.flat, bucket.sizes)
+        self._under_way[index] = self._routes.publish(bucket.flat, bucket.sizes, index % self._routes.lanes)
 
     def _show(self, index: int) -> None:
         self._publish(index)

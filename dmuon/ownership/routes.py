@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -13,6 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuon.ownership.exchange import Exchange
 from dmuon.ownership.link_costs import GroupCosts, assumed_costs
 from dmuon.ownership.statistics import Statistics
+
+LANES = 2
+"""Process groups that publications take turns in: what waits for a slow owner holds up its own lane only.
+
+Each is a communicator, and on a GPU a waiting transfer occupies multiprocessors; so few.
+"""
 
 
 class Pending(Protocol):
@@ -32,7 +39,8 @@ class Routes(Protocol):
         size: how many ranks there are.
         order: the ranks in the order of their parts in a buffer.
         statistics: what has been moved.
-        levels: name → where publications and where reductions are exchanged.
+        levels: name → where publications, of the first lane, and where reductions are exchanged.
+        lanes: how many publications can be under way without any order between them.
     """
 
     rank: int
@@ -40,8 +48,9 @@ class Routes(Protocol):
     order: list[int]
     statistics: Statistics
     levels: dict[str, tuple[Exchange, Exchange]]
+    lanes: int
 
-    def publish(self, flat: Tensor, sizes: Sequence[int]) -> Pending: ...
+    def publish(self, flat: Tensor, sizes: Sequence[int], lane: int = 0) -> Pending: ...
 
     def reduce(self, packed: Tensor, sizes: Sequence[int]) -> Pending: ...
 
@@ -57,21 +66,34 @@ class FlatRoutes:
     Args:
         mesh: one-dimensional.
         costs: level ("flat") → what exchanges take, equal on all ranks; what is missing is assumed.
+        lanes: how many groups publications have.
+        timeout: of the groups' collectives; None for torch's default.
     """
 
-    def __init__(self, mesh: DeviceMesh, costs: Mapping[str, GroupCosts] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        costs: Mapping[str, GroupCosts] | None = None,
+        lanes: int = LANES,
+        timeout: timedelta | None = None,
+    ) -> None:
         ranks = mesh.mesh.flatten().tolist()
         self.statistics = Statistics()
-        self._publishing, self._reducing = exchanges(
-            [[ranks], [ranks]], ["flat", "flat"], mesh.device_type, costs or {}, self.statistics
+        self._reducing, *self._publishing = exchanges(
+            [[ranks]] * (1 + lanes),
+            ["flat"] * (1 + lanes),
+            mesh.device_type,
+            costs or {},
+            self.statistics,
+            timeout,
         )
-        self.levels = {"flat": (self._publishing, self._reducing)}
-        self.rank, self.size = self._publishing.rank, self._publishing.size
+        self.levels, self.lanes = {"flat": (self._publishing[0], self._reducing)}, lanes
+        self.rank, self.size = self._reducing.rank, self._reducing.size
         self.order = list(range(self.size))
 
-    def publish(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+    def publish(self, flat: Tensor, sizes: Sequence[int], lane: int = 0) -> Pending:
         """Fill ``flat`` on every rank: consecutive parts of ``sizes``, from the ranks of ``order``."""
-        return self._publishing.publish(flat, sizes)
+        return self._publishing[lane].publish(flat, sizes)
 
     def reduce(self, packed: Tensor, sizes: Sequence[int]) -> Pending:
         """Send the parts of ``packed`` to the ranks of ``order``; the result's rows, (any, own size), add up."""
@@ -89,12 +111,13 @@ def exchanges(
     device_type: str,
     costs: Mapping[str, GroupCosts],
     statistics: Statistics,
+    timeout: timedelta | None = None,
 ) -> list[Exchange]:
     """New process groups of this rank: one in each of ``partitions`` of all ranks into lists. Collective."""
     made = []
     for lists, level in zip(partitions, levels, strict=True):
         # Every rank takes part in making every group.
-        groups: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in lists]
+        groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout) for ranks in lists]
         (group,) = (g for g, ranks in zip(groups, lists, strict=True) if dist.get_rank() in ranks)
         made.append(Exchange(group, level, costs.get(level) or assumed_costs(device_type), statistics))
     # A group's first collective connects it; here all ranks get to it at once and in one order.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread, current_thread
 from weakref import finalize
@@ -20,22 +21,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.ownership.exchange import Transfer
 from dmuon.ownership.link_costs import GroupCosts
-from dmuon.ownership.routes import Pending, exchanges
+from dmuon.ownership.routes import LANES, Pending, exchanges
 from dmuon.ownership.statistics import Statistics
 
 
 class TwoLevelRoutes:
     """Exchange among all ranks of a mesh of (replicate, shard): nodes by ranks. Construction is collective.
 
-    Each direction has a group inside the node and one across nodes. The legs of one exchange follow each other in
-    a worker thread per direction, on CUDA on a stream per direction, so that nobody waits between them.
+    Reductions, and each lane of publications, have a group inside the node and one across nodes. The legs of one
+    exchange follow each other in a worker thread for each pair, on CUDA on a stream, so that nobody waits between them.
 
     Args:
         mesh: of two dimensions, with ranks in ascending order.
         costs: level ("intra", "inter") → what exchanges take, equal on all ranks; what is missing is assumed.
+        lanes: how many pairs of groups publications have.
+        timeout: of the groups' collectives; None for torch's default.
     """
 
-    def __init__(self, mesh: DeviceMesh, costs: Mapping[str, GroupCosts] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        costs: Mapping[str, GroupCosts] | None = None,
+        lanes: int = LANES,
+        timeout: timedelta | None = None,
+    ) -> None:
         self._nodes, self._locals = mesh.shape
         self.rank, self.size = dist.get_rank(), mesh.size()
         self._node, self._local = divmod(self.rank, self._locals)
@@ -44,26 +53,34 @@ class TwoLevelRoutes:
         grid = mesh.mesh.tolist()
         columns = [list(column) for column in zip(*grid, strict=True)]
         self.statistics = Statistics()
-        self._publish_in, self._publish_across, self._reduce_in, self._reduce_across = exchanges(
-            [grid, columns] * 2, ["intra", "inter"] * 2, mesh.device_type, costs or {}, self.statistics
+        made = exchanges(
+            [grid, columns] * (1 + lanes),
+            ["intra", "inter"] * (1 + lanes),
+            mesh.device_type,
+            costs or {},
+            self.statistics,
+            timeout,
         )
+        self._reduce_in, self._reduce_across = made[:2]
+        self._publish_in, self._publish_across = made[2::2], made[3::2]
         self.levels = {
-            "intra": (self._publish_in, self._reduce_in),
-            "inter": (self._publish_across, self._reduce_across),
+            "intra": (self._publish_in[0], self._reduce_in),
+            "inter": (self._publish_across[0], self._reduce_across),
         }
+        self.lanes = lanes
         chain = StreamChain if mesh.device_type == "cuda" else ThreadChain
-        self._publications, self._reductions = chain(), chain()
+        self._publications, self._reductions = [chain() for _ in range(lanes)], chain()
 
-    def publish(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+    def publish(self, flat: Tensor, sizes: Sequence[int], lane: int = 0) -> Pending:
         """Fill ``flat`` on every rank: consecutive parts of ``sizes``, from the ranks of ``order``."""
         by_local = self._by_local(sizes)
         mine = self._local_part(flat, by_local)
 
         def legs() -> Tensor:
-            self._publish_across.publish(mine, by_local[self._local]).wait()
-            return self._publish_in.publish(flat, [sum(parts) for parts in by_local]).wait()
+            self._publish_across[lane].publish(mine, by_local[self._local]).wait()
+            return self._publish_in[lane].publish(flat, [sum(parts) for parts in by_local]).wait()
 
-        return self._publications.run(legs, (flat,))
+        return self._publications[lane].run(legs, (flat,))
 
     def reduce(self, packed: Tensor, sizes: Sequence[int]) -> Pending:
         """Send the parts of ``packed`` to the ranks of ``order``; the result's rows, (any, own size), add up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -133,15 +134,14 @@ def crossings() -> dict[str, Any]:
     loss_of(model(tokens), targets).backward()
     owned.finish()
     inside = set(dist.get_process_group_ranks(mesh.get_group("shard")))
-    found = {
-        (kind, "inside" if groups[group] == inside else "across"): count
-        for kind in counts
-        for group, count in counts[kind].items()
-    }
+    found: Counter[tuple[str, str]] = Counter()
+    for kind, moved in counts.items():
+        for group, count in moved.items():
+            found[kind, "inside" if groups[group] == inside else "across"] += count
     optimizer.step()
     column = [n for n, (owner,) in owned.plan.owners.items() if owner % 2 == dist.get_rank() % 2]
     return {
-        "found": found,
+        "found": dict(found),
         "total": sum(p.numel() for p in owned.params),
         "column": sum(model.get_parameter(n).numel() for n in column),
     }
