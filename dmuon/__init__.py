@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dmuon.muon import Muon as Muon
     from dmuon.ownership.gradients import clip_grad_norm_ as clip_grad_norm_
     from dmuon.ownership.gradients import set_requires_gradient_sync as set_requires_gradient_sync
+    from dmuon.ownership.materialize import materialize as materialize
     from dmuon.ownership.owned import own as own
     from dmuon.policy import MatrixPolicy as MatrixPolicy
     from dmuon.report import describe as describe
@@ -20,6 +21,7 @@ _EXPORTS = {
     "MatrixPolicy": "dmuon.policy",
     "clip_grad_norm_": "dmuon.ownership.gradients",
     "describe": "dmuon.report",
+    "materialize": "dmuon.ownership.materialize",
     "own": "dmuon.ownership.owned",
     "set_requires_gradient_sync": "dmuon.ownership.gradients",
 }
@@ -30,6 +32,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "describe",
+    "materialize",
     "own",
     "set_requires_gradient_sync",
 ]

@@ -16,6 +16,7 @@ from dmuon.matrix import Matrix
 from dmuon.names import plural
 from dmuon.ownership.buckets import Bucket, block_of
 from dmuon.ownership.control import Control
+from dmuon.ownership.meta import leave_meta, require_values
 from dmuon.ownership.planning import plan_for, plan_together
 from dmuon.ownership.probe import known_network, make_routes
 from dmuon.ownership.publisher import Publisher
@@ -54,7 +55,8 @@ def own(
     Parameters within a block may lack a gradient, on some ranks or on all.
 
     Args:
-        model: on a device, not wrapped yet. What the owner holds counts; the other ranks' weights are dropped.
+        model: on a device, not wrapped yet. What the owner holds counts; the other ranks' weights are dropped. Or on
+            the meta device: then :func:`~dmuon.ownership.materialize.materialize` or a checkpoint gives it values.
         mesh: over all processes, of one dimension, or of two: (replicate, shard), as FSDP2's hybrid sharding has it.
             Then gradients are added up inside a shard group before they cross, and weights cross once.
         policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
@@ -103,13 +105,16 @@ def own(
         control, mesh.get_rank() == 0, lambda: plan_for(model, mesh, routings, blocks, plan)
     )
     routes = make_routes(mesh, known_network(mesh, control), timeout=timeout)
-    dtypes = {model.get_parameter(routing.name).dtype for routing in routings}
-    if len(dtypes) > 1 and compute_dtype is None:
-        names = ", ".join(sorted(map(str, dtypes)))
+    dtypes = {routing.name: model.get_parameter(routing.name).dtype for routing in routings}
+    if len(set(dtypes.values())) > 1 and compute_dtype is None:
+        names = ", ".join(sorted(map(str, set(dtypes.values()))))
         raise ValueError(
             f"the matrices have several dtypes ({names}): say in which to publish by compute_dtype"
         )
-    dtype = compute_dtype or dtypes.pop()
+    dtype = compute_dtype or next(iter(dtypes.values()))
+    unset = {name for name in blocks if model.get_parameter(name).is_meta}
+    for name in unset:
+        leave_meta(model.get_parameter(name), mesh.device_type)
     made = [
         Bucket(
             block,
@@ -133,6 +138,8 @@ def own(
         control,
         reshard=reshard_after_forward,
         reduce_dtype=reduce_dtype or dtype,
+        dtypes=dtypes,
+        unset=unset,
     )
 
 
@@ -145,6 +152,8 @@ class Owned:
         masters: name → weight, of what this rank owns. The optimizer updates these.
         masters_of: the same by the model's parameter.
         matrices: name → what Muon orthogonalises in it, of all owned parameters.
+        dtypes: name → of the master, on all ranks.
+        unset: names of parameters and buffers from the meta device that are not known to have values yet.
         plan: who owns what.
         policy: which parameters are matrices.
         statistics: what has been moved and waited for.
@@ -161,9 +170,12 @@ class Owned:
         control: Control,
         reshard: bool,
         reduce_dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
+        unset: set[str],
     ) -> None:
         self.matrices, self.plan, self.policy, self.routes = matrices, plan, policy, routes
         self.statistics = routes.statistics
+        self.control, self.dtypes, self.unset = control, dtypes, unset
         every = [matrix for bucket in buckets for matrix in bucket.matrices]
         masters = {matrix.name: matrix.master for matrix in every if matrix.master is not None}
         # Registration order, whatever the order in the buckets.
@@ -176,6 +188,7 @@ class Owned:
         self._reducer = Reducer(buckets, routes, control, reduce_dtype)
         self._runtime = Runtime(model, buckets, self._publisher, self._reducer)
         setattr(model, ATTRIBUTE, self)
+        require_values(self, [model, *(bucket.module for bucket in buckets)])
 
     def describe(self) -> str:
         """Who owns how much, as a table to print."""
@@ -252,11 +265,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise ValueError(f"parameter {name!r} is sharded already: call dmuon.own before fully_shard")
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device: call model.to_empty(device=...) first"
-            )
-        if parameter.device.type != mesh.device_type:
+        if parameter.device.type not in (mesh.device_type, "meta"):
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, but the mesh is on {mesh.device_type}"
             )
@@ -267,4 +276,5 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module
 def _fact(model: nn.Module, routing: Routing) -> str:
     parameter = model.get_parameter(routing.name)
     matrices = " + ".join(f"{m.batch} x {m.rows} x {m.cols}" for m in routing.matrices)
-    return f"{routing.name} {routing.shape} {parameter.dtype} as {matrices}"
+    where = " on the meta device" if parameter.is_meta else ""
+    return f"{routing.name} {routing.shape} {parameter.dtype} as {matrices}{where}"

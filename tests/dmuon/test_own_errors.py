@@ -87,7 +87,7 @@ def misuses() -> dict[str, str]:
         "nothing": outcome(lambda: dmuon.own(build(), mesh, policy=nothing)),
         "gradient": outcome(lambda: dmuon.own(trained, mesh)),
         "dtypes": outcome(lambda: dmuon.own(mixed, mesh)),
-        "meta": outcome(lambda: dmuon.own(meta, mesh)),
+        "meta": outcome(lambda: dmuon.own(Block() if dist.get_rank() else meta, mesh)),
         "bucket": outcome(lambda: dmuon.own(build(), mesh, buckets=[nn.Linear(2, 2)])),
         "no mesh": outcome(lambda: dmuon.own(build(), "cpu")),  # type: ignore[arg-type]
         "never wrapped": outcome(lambda: dmuon.Muon(owned, **HOW)),
@@ -110,7 +110,7 @@ def test_misuse_is_named() -> None:
             "nothing": "the policy finds no trainable matrix",
             "gradient": "'head.weight' has a gradient already",
             "dtypes": "several dtypes (torch.float32, torch.float64)",
-            "meta": "is on the meta device",
+            "meta": "on the meta device, rank 1 has",
             "bucket": "buckets must be modules of the model, got another Linear",
             "no mesh": "TypeError: mesh must be a DeviceMesh",
             "never wrapped": "nobody reduces the gradients",
