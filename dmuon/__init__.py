@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmuon.muon import Muon as Muon
+    from dmuon.ownership.checkpoint import load_checkpoint as load_checkpoint
+    from dmuon.ownership.checkpoint import save_checkpoint as save_checkpoint
+    from dmuon.ownership.export import full_state_dict as full_state_dict
     from dmuon.ownership.gradients import clip_grad_norm_ as clip_grad_norm_
     from dmuon.ownership.gradients import set_requires_gradient_sync as set_requires_gradient_sync
     from dmuon.ownership.materialize import materialize as materialize
@@ -21,8 +24,11 @@ _EXPORTS = {
     "MatrixPolicy": "dmuon.policy",
     "clip_grad_norm_": "dmuon.ownership.gradients",
     "describe": "dmuon.report",
+    "full_state_dict": "dmuon.ownership.export",
+    "load_checkpoint": "dmuon.ownership.checkpoint",
     "materialize": "dmuon.ownership.materialize",
     "own": "dmuon.ownership.owned",
+    "save_checkpoint": "dmuon.ownership.checkpoint",
     "set_requires_gradient_sync": "dmuon.ownership.gradients",
 }
 
@@ -32,8 +38,11 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "describe",
+    "full_state_dict",
+    "load_checkpoint",
     "materialize",
     "own",
+    "save_checkpoint",
     "set_requires_gradient_sync",
 ]
 

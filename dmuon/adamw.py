@@ -16,7 +16,7 @@ def step_adamw(group: dict[str, Any], states: MutableMapping[Tensor, dict[str, A
     """Update the parameters of ``group`` that have a gradient; ``states`` is by parameter."""
     parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     gradients: list[Tensor] = [parameter.grad for parameter in parameters]
-    chosen = [_ready(states[parameter], parameter, group["fused"]) for parameter in parameters]
+    chosen = [ready(states[parameter], parameter, group["fused"]) for parameter in parameters]
     if group["fused"]:
         # The fused kernels walk memory: what is laid out otherwise than its parameter would be misread.
         gradients = [_laid_out_like(p, g) for p, g in zip(parameters, gradients, strict=True)]
@@ -41,7 +41,8 @@ def step_adamw(group: dict[str, Any], states: MutableMapping[Tensor, dict[str, A
     )
 
 
-def _ready(state: dict[str, Tensor], parameter: Tensor, fused: bool) -> dict[str, Tensor]:
+def ready(state: dict[str, Tensor], parameter: Tensor, fused: bool) -> dict[str, Tensor]:
+    """``state``, with the zeros that a first step begins with if it is empty."""
     if not state:
         # The fused kernels count on the device; the others on the host, to spare launches.
         device = parameter.device if fused else torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -19,7 +20,7 @@ from dmuon.matrix_step import MatrixStep, momentum_of
 from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy
 from dmuon.slots import slots_of_model
-from dmuon.state import check_loadable
+from dmuon.state import check_loadable, fill_state, split_owned
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -193,6 +194,9 @@ class Muon(torch.optim.Optimizer):
             del self.param_groups[before:]
             raise
         self._matrices.update(matrices)
+        if self._owned is not None:
+            # Ranks that own nothing would otherwise be alone without state until the first step.
+            fill_state(self, self._owned)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -251,18 +255,26 @@ class Muon(torch.optim.Optimizer):
         front). To load under other names, rename ``param_names`` in a hook
         (:meth:`~torch.optim.Optimizer.register_load_state_dict_pre_hook`).
 
+        Of an owned model, each rank loads the state of what it owns, and ignores what it does not own; state that
+        the dict does not have becomes zero. Collective then.
+
         Raises:
             ValueError: the state is of another optimizer or of other parameters; nothing is loaded then.
             TypeError: it is no dict.
+            RuntimeError: it cannot be loaded on another rank.
         """
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        self._on_all_ranks(lambda: _check_dict(state_dict))
+        momenta: dict[Tensor, Tensor] = {}
         # Registered last, so that it sees what the caller's own hooks have made of the state.
-        check = self.register_load_state_dict_pre_hook(self._check_loadable)
+        check = self.register_load_state_dict_pre_hook(partial(self._before_load, momenta))
         try:
             super().load_state_dict(state_dict)
         finally:
             check.remove()
+        if self._owned is not None:
+            for parameter, momentum in momenta.items():
+                self.state[parameter] = {"momentum_buffer": momentum}
+            fill_state(self, self._owned)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -274,13 +286,32 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._matrix_step, self._owned = MatrixStep(self._rules), None
+        # torch calls this on loading a state dict, too.
+        if "_matrices" in state:
+            self._matrix_step, self._owned = MatrixStep(self._rules), None
 
-    def _check_loadable(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        check_loadable(self, state_dict)
+    def _before_load(
+        self, momenta: dict[Tensor, Tensor], _: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Check ``state_dict``, and move what torch must not cast from it to ``momenta``."""
+        self._on_all_ranks(lambda: self._check_loadable(state_dict))
+        if self._owned is not None:
+            state_dict, found = split_owned(self, self._owned, state_dict)
+            momenta.update(found)
+        return state_dict
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        check_loadable(self, state_dict, self._owned)
         for group in state_dict["param_groups"]:
             if group["algorithm"] == "muon":
                 check_rule(group["adjust_lr"], self._rules)
+
+    def _on_all_ranks(self, check: Callable[[], None]) -> None:
+        """Raise what ``check`` raises; of an owned model on all ranks if it raises on any."""
+        if self._owned is None:
+            check()
+        else:
+            self._owned.control.together(check, "load_state_dict")
 
     def _check_gradients(self) -> None:
         for group in self.param_groups:
@@ -301,3 +332,8 @@ class Muon(torch.optim.Optimizer):
             momentum = momentum_of(weight, self.state[parameter])
             updates += [Update(weight, weight.grad, momentum, m, group) for m in self._matrices[parameter]]
         return updates
+
+
+def _check_dict(state_dict: object) -> None:
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")

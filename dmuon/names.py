@@ -33,6 +33,13 @@ def plural(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """The first few names, quoted, and how many more there are; empty if there are none."""
+    names = list(names)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
 def _varying(family: list[tuple[str, ...]]) -> list[int]:
     """The positions at which the members differ; all of them where the lengths do."""
     if len(set(map(len, family))) > 1:

@@ -1,22 +1,65 @@
-"""Whether a saved optimizer state fits an optimizer, checked before any of it is loaded."""
+"""The optimizer's state: made before it is needed, and checked before any of it is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dmuon.adamw import ready
 from dmuon.groups import OPTIONS
 from dmuon.slots import clean
+
+if TYPE_CHECKING:
+    from dmuon.ownership.owned import Owned
 
 STATE = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """What the state of a parameter holds, by algorithm; AdamW's is torch.optim.AdamW's."""
 
 
-def check_loadable(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def fill_state(optimizer: torch.optim.Optimizer, owned: Owned | None) -> None:
+    """Give every trainable parameter the zeros that its first step would begin with, unless it has state.
+
+    Of an owned model, what another rank owns gets an empty state: so every rank has an entry for every parameter, as
+    torch's functions for distributed state dicts want it.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            weight = parameter
+            if owned is not None and parameter in owned.params:
+                weight = owned.masters_of.get(parameter)
+            state = optimizer.state[parameter]
+            if state or weight is None or not parameter.requires_grad:
+                continue
+            if group["algorithm"] == "muon":
+                state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            else:
+                ready(state, weight, group["fused"])
+
+
+def split_owned(
+    optimizer: torch.optim.Optimizer, owned: Owned, state_dict: dict[str, Any]
+) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
+    """A checked state dict without the state of owned parameters, and the momentum of those that this rank owns.
+
+    torch would cast a momentum to the dtype of its parameter, which shows the dtype of published weights.
+    """
+    state, momenta = dict(state_dict["state"]), {}
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved["params"], strict=False):
+            if parameter in owned.params:
+                found = state.pop(index, None)
+                if found and parameter in owned.masters_of:
+                    momenta[parameter] = found["momentum_buffer"].to(owned.masters_of[parameter])
+    return {**state_dict, "state": state}, momenta
+
+
+def check_loadable(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], owned: Owned | None = None
+) -> None:
     """Raise a ValueError that says what is wrong if ``state_dict`` is not of an optimizer like this one."""
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
@@ -44,7 +87,13 @@ def check_loadable(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
         # Unequal lengths are torch's to report.
         for k, (parameter, index) in enumerate(zip(group["params"], other["params"], strict=False)):
             label = repr(group["param_names"][k]) if "param_names" in group else str(k)
-            _check_state(label, parameter, group["algorithm"], state_dict["state"].get(index, {}))
+            state = state_dict["state"].get(index)
+            _check_state(label, parameter, group["algorithm"], state or {})
+            if owned is not None and parameter in owned.masters_of and state is not None and not state:
+                raise ValueError(
+                    f"the state of parameter {label} was on another rank when this state dict was made: "
+                    "save and load with torch.distributed.checkpoint or dmuon.save_checkpoint"
+                )
 
 
 def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
@@ -71,6 +120,15 @@ def _check_state(label: str, parameter: Tensor, algorithm: str, state: Mapping[s
     if set(state) != expected:
         raise ValueError(f"the saved state of parameter {label} is {sorted(state)}, not {sorted(expected)}")
     for key, value in state.items():
-        if key != "step" and value.shape != parameter.shape:
+        if key == "step":
+            continue
+        if not isinstance(value, Tensor):
+            raise ValueError(f"the saved {key} of parameter {label} is {value!r}, no tensor")
+        if value.shape != parameter.shape:
             shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
             raise ValueError(f"the saved {key} of parameter {label} has shape {shapes}")
+        if type(parameter).__name__ == "DTensor" and type(value).__name__ != "DTensor":
+            raise ValueError(
+                f"the saved {key} of parameter {label} is whole, but the parameter is sharded: load it with "
+                "set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+            )

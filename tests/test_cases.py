@@ -34,6 +34,8 @@ CASES = {
     "R12": "weights are published in the compute dtype",
     "A1": "one large batch or several accumulated ones, with and without synchronisation",
     "A2": "one gradient norm over owned and sharded parameters",
+    "A3": "a checkpoint is resumed on other ranks, meshes and plans, and by a single process",
+    "A4": "an expert that never saw a gradient is in the checkpoint, with zeros for its state",
     "T1": "many processes write to one store",
     "T2": "what another GPU, driver, library or kernel source measured is not used",
     "T3": "a kernel compiler that raises or aborts",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Control:
@@ -39,6 +42,25 @@ class Control:
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor]
+
+    def send_to_first(self, tensor: Tensor) -> None:
+        """Send a CPU tensor to the first rank, which waits for it in :meth:`receive`."""
+        dist.send(tensor, group=self._group, group_dst=0)
+
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """What ``rank`` sends here, written to ``like``."""
+        dist.recv(like, group=self._group, group_src=rank)
+        return like
+
+    def together(self, work: Callable[[], T], what: str) -> T:
+        """What ``work`` returns, unless it raises on any rank: then every rank raises, and ``what`` has failed."""
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        self.agree(failure or {}, what)
+        return result
 
     def agree(self, facts: dict[str, Any] | Exception, what: str = "dmuon.own") -> None:
         """Raise on every rank unless all ranks hold equal ``facts``.

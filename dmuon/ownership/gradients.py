@@ -9,14 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.ownership.owned import Owned
 from dmuon.ownership.registry import ownership_of
+from dmuon.ownership.sharded import reshard
 from dmuon.shards import local
-
-
-def reshard(model: nn.Module) -> None:
-    """Let FSDP's modules show their sharded parameters, which a forward without a backward leaves unsharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def set_requires_gradient_sync(model: nn.Module, flag: bool) -> None:

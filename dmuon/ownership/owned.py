@@ -24,6 +24,7 @@ from dmuon.ownership.reducer import Reducer
 from dmuon.ownership.registry import ATTRIBUTE, ownership_of
 from dmuon.ownership.routes import Routes
 from dmuon.ownership.runtime import Runtime
+from dmuon.ownership.state_dicts import StateDicts
 from dmuon.planner import Owners, Plan, given_owners
 from dmuon.policy import MatrixPolicy, Routing
 
@@ -187,6 +188,7 @@ class Owned:
         self._publisher = Publisher(buckets, routes, reshard)
         self._reducer = Reducer(buckets, routes, control, reduce_dtype)
         self._runtime = Runtime(model, buckets, self._publisher, self._reducer)
+        self.state_dicts = StateDicts(model, self, every)
         setattr(model, ATTRIBUTE, self)
         require_values(self, [model, *(bucket.module for bucket in buckets)])
 

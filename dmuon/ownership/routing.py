@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dmuon.matrix import Matrix
-from dmuon.ownership.gradients import reshard
 from dmuon.ownership.owned import Owned
+from dmuon.ownership.sharded import reshard
 
 
 def groups_of_owned(

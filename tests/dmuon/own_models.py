@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.ownership.gradients import reshard
+from dmuon.ownership.sharded import reshard
 
 WIDTH, VOCABULARY, TIME = 16, 24, 6
 HOW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "adamw_lr": 1e-2, "precision": "fp64"}
@@ -192,12 +192,16 @@ def train_both(training: Training) -> dict[str, Any]:
 
 
 def _state_difference(owned: Any, optimizer: dmuon.Muon, alone: dmuon.Muon) -> float:
-    """The largest of any state on this rank; infinite where only one side has any."""
+    """The largest of any state on this rank; infinite where it is not this rank's, or missing.
+
+    What never had a gradient has zeros here, and nothing in a single process.
+    """
     state, expected = _state_by_name(optimizer), _state_by_name(alone)
     elsewhere = owned.parameters.keys() - owned.masters.keys()
-    if state.keys() != expected.keys() - elsewhere:
+    if state.keys() & elsewhere or not state.keys() >= expected.keys() - elsewhere:
         return math.inf
-    pairs = [(state[name][key], expected[name][key]) for name in state for key in expected[name]]
+    zero = torch.zeros(())
+    pairs = [(v, expected.get(name, {}).get(key, zero)) for name in state for key, v in state[name].items()]
     whole = [(ours.full_tensor() if hasattr(ours, "full_tensor") else ours, theirs) for ours, theirs in pairs]
     return max((ours - theirs).abs().max().item() for ours, theirs in whole)
 

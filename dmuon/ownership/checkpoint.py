@@ -1,0 +1,332 @@
+"""Checkpoints: model, optimizer and values of the training script in one folder, there whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dmuon.muon import Muon
+from dmuon.names import listed
+from dmuon.ownership.control import Control
+from dmuon.ownership.registry import ownership_of
+from dmuon.state import check_loadable, fill_state
+
+EXTRA = "extra.pt"
+"""The file beside those of :mod:`torch.distributed.checkpoint`."""
+
+# Names are compared here, over all ranks. torch would object to a rank that has nothing of a model.
+_LENIENT = StateDictOptions(strict=False)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Muon | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save to the folder ``path``, which it replaces. Collective::
+
+        dmuon.save_checkpoint("run/last", model, optimizer, extra={"step": step, "schedule": schedule.state_dict()})
+
+    The folder is written beside, as ``path.partial``, synchronised to the disk, and renamed only then. Whenever the
+    process may die, :func:`load_checkpoint` finds the new checkpoint or the one before. Keep several by several paths.
+
+    What is in it is ``{"model": ..., "optimizer": ...}`` as torch's ``get_state_dict`` returns it, saved by
+    :mod:`torch.distributed.checkpoint`, whose own functions read it too; and a file for ``extra``. It says nothing of
+    ranks, mesh or plan, nor of whether the model was owned at all. A parameter that never had a gradient has zeros
+    for its state. One function with a mapping for all else, because a checkpoint that is made of several calls can
+    come apart.
+
+    Args:
+        path: a folder on a file system that all ranks see. It may hold a checkpoint, and nothing else.
+        model: owned, otherwise distributed, or neither.
+        optimizer: of ``model``; None saves weights alone.
+        extra: values that ``torch.load(weights_only=True)`` accepts: numbers, strings, tensors, and lists, tuples and
+            dicts of these. The first rank's are saved.
+
+    Raises:
+        FileExistsError: ``path`` is or holds something else.
+        TypeError: ``extra`` is no mapping or holds what it must not.
+        ValueError: the optimizer is not the model's.
+        RuntimeError: another rank failed. Nothing at ``path`` has changed then, and likewise if writing fails, which
+            raises a ``torch.distributed.checkpoint`` exception.
+    """
+    path, ranks = Path(path).absolute(), _ranks(model)
+    partial = path.with_name(path.name + ".partial")
+
+    def prepare() -> tuple[bytes, dict[str, Any]]:
+        packed, state = _pack(extra), _state_of(model, optimizer)
+        if _is_first():
+            _check_target(path)
+            _remove(partial)
+            partial.mkdir(parents=True)
+        return packed, state
+
+    packed, state = ranks.together(prepare, "save_checkpoint")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(state, storage_writer=FileSystemWriter(partial))
+
+    def commit() -> None:
+        if _is_first():
+            _write(partial / EXTRA, packed)
+            _replace(path, partial)
+
+    ranks.together(commit, "save_checkpoint")
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Muon | None = None,
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load what :func:`save_checkpoint` saved, in place. Collective. Returns ``extra``.
+
+    The ranks, the mesh, the plan and the kind of distribution may all be others. Names and shapes are compared before
+    anything changes.
+
+    Args:
+        path: as it was given to :func:`save_checkpoint`.
+        model: to load into.
+        optimizer: of ``model``; None leaves the saved state unread.
+        strict: every name of the model and the optimizer must be in the checkpoint, and the other way round. If
+            False, what both have is loaded and the rest stays as it is; the options of the optimizer's groups are
+            loaded if the groups hold the same parameters.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, on all ranks; a script that resumes by itself can begin anew.
+        ValueError: a name is missing or too many, a shape or the groups differ, or the optimizer is not the model's.
+        RuntimeError: another rank failed. Reading a damaged file raises a ``torch.distributed.checkpoint`` exception;
+            then the model has been loaded in part.
+    """
+    ranks = _ranks(model)
+    found = ranks.from_first(
+        ranks.together(lambda: _find(Path(path)) if _is_first() else None, "load_checkpoint")
+    )
+    if found is None:
+        raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)}")
+    folder, metadata = found
+
+    def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+        extra: dict[str, Any] = {}
+        if (folder / EXTRA).exists():
+            extra = torch.load(folder / EXTRA, map_location="cpu", weights_only=True)
+        return _state_of(model, optimizer), extra
+
+    state, extra = ranks.together(prepare, "load_checkpoint")
+    flat = _flat(state)
+    names = set().union(*ranks.gather(list(flat)))
+    ranks.together(lambda: _check_names(names, flat, metadata, list(state), strict), "load_checkpoint")
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        ours = state["optimizer"].pop("param_groups")
+        groups = copy.deepcopy(ours)
+        _read(folder, {"optimizer": {"param_groups": groups}}, strict)
+        if not ranks.together(lambda: _groups_fit(optimizer, groups, strict), "load_checkpoint"):
+            groups = ours
+    _read(folder, state, strict)
+    if state["model"]:
+        set_model_state_dict(model, state["model"], options=_LENIENT)
+    else:
+        # torch would leave this rank out of what the others do together.
+        model.load_state_dict({}, strict=False)
+    if optimizer is not None:
+        loaded = {"state": state["optimizer"]["state"], "param_groups": groups}
+        set_optimizer_state_dict(model, optimizer, loaded, options=_LENIENT)
+    return extra
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    """Refuses to unpickle anything but plain values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _Alone(Control):
+    """A single process, without a process group."""
+
+    def __init__(self) -> None:
+        pass
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+
+def _ranks(model: nn.Module) -> Control:
+    owned = ownership_of(model)
+    if owned is not None:
+        return owned.control
+    return _world(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else _Alone()
+
+
+@lru_cache(maxsize=1)
+def _world(group: dist.ProcessGroup) -> Control:
+    return Control(dist.get_process_group_ranks(group))
+
+
+def _is_first() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _state_of(model: nn.Module, optimizer: Muon | None) -> dict[str, Any]:
+    """This rank's part. Its tensors are the model's and the optimizer's own."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_LENIENT)}
+    if optimizer is not None:
+        known = set(model.parameters())
+        if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "the optimizer holds parameters that the model does not have: is it another model's?"
+            )
+        fill_state(optimizer, ownership_of(model))
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_LENIENT)
+    return state
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """By the names on the disk."""
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state)
+    return planner.state_dict
+
+
+def _check_names(
+    names: set[str], flat: Mapping[str, Any], metadata: Metadata, parts: list[str], strict: bool
+) -> None:
+    saved = metadata.state_dict_metadata
+    present = {name for name in saved if name.split(".")[0] in parts}
+    missing, unexpected = sorted(names - present), sorted(present - names)
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the checkpoint is of another model or optimizer: it lacks {listed(missing) or 'none'} and has "
+            f"{listed(unexpected) or 'none'} too many; strict=False loads what both have"
+        )
+    for name in flat.keys() & present:
+        entry, value = saved[name], flat[name]
+        if (
+            isinstance(entry, TensorStorageMetadata)
+            and isinstance(value, Tensor)
+            and entry.size != value.shape
+        ):
+            raise ValueError(
+                f"{name} is {tuple(entry.size)} in the checkpoint, but {tuple(value.shape)} here"
+            )
+
+
+def _groups_fit(optimizer: Muon, groups: list[dict[str, Any]], strict: bool) -> bool:
+    try:
+        check_loadable(optimizer, {"state": {}, "param_groups": groups})
+    except ValueError:
+        if strict:
+            raise
+        return False
+    return True
+
+
+def _read(folder: Path, state: dict[str, Any], strict: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        planner = _PlainPlanner(allow_partial_load=not strict)
+        load(state, storage_reader=FileSystemReader(folder), planner=planner)
+
+
+def _pack(extra: Mapping[str, Any] | None) -> bytes:
+    if not isinstance(extra, (Mapping, type(None))):
+        raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
+    buffer = io.BytesIO()
+    torch.save(dict(extra or {}), buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"extra must hold numbers, strings, tensors and containers of these: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _find(path: Path) -> tuple[Path, Metadata] | None:
+    """The checkpoint at ``path``, or the one that :func:`_replace` had moved away when it was interrupted."""
+    for folder in (path, _old(path)):
+        if (folder / ".metadata").is_file():
+            return folder, FileSystemReader(folder).read_metadata()
+    return None
+
+
+def _check_target(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file; a checkpoint is a folder")
+    for entry in path.iterdir() if path.exists() else ():
+        if entry.name not in (".metadata", EXTRA) and entry.suffix != ".distcp":
+            raise FileExistsError(
+                f"{path} holds {entry.name!r}, which is no part of a checkpoint and would be lost: choose another path"
+            )
+
+
+def _replace(path: Path, partial: Path) -> None:
+    old = _old(path)
+    _synchronize(partial)
+    if path.exists():
+        _remove(old)
+        path.rename(old)
+    partial.rename(path)
+    _synchronize(path.parent)
+    _remove(old)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _synchronize(folder: Path) -> None:
+    """Make what was created and renamed in ``folder`` outlast a power cut, where folders can be synchronised."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,20 @@
+"""FSDP's parameters as seen by code that is not FSDP's."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP's modules show their sharded parameters, which a forward without a backward leaves unsharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def shard_of(whole: Tensor, like: DTensor) -> DTensor:
+    """``whole``, which every rank has, distributed as ``like``. Nothing is sent."""
+    whole = whole.detach().to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
