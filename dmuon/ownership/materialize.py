@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dmuon.ownership.meta import listed
 from dmuon.ownership.owned import Owned
 from dmuon.ownership.registry import ownership_of
-from dmuon.ownership.gradients import reshard
+from dmuon.ownership.sharded import reshard
 from dmuon.ownership.whole import Whole
 from dmuon.shards import local
 
