@@ -101,7 +101,7 @@ class Network:
         self, cluster: Cluster, hybrid: bool = False, itemsize: int = 2, measured: GroupCosts | None = None
     ) -> None:
         self.cluster, self.itemsize, machine = cluster, itemsize, cluster.machine
-        self.hybrid = hybrid and cluster.nodes > 1
+        self.hybrid = hybrid
         local, nodes = cluster.node_ranks, cluster.nodes
         lanes = (INSIDE, ACROSS) if nodes > 1 else (INSIDE,)
         self._all = (

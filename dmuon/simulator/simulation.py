@@ -27,13 +27,15 @@ from dmuon.simulator.step import (
 )
 
 STRATEGIES = {
-    "adamw": "AdamW of shards (FSDP2)",
-    "gather": "Muon, every matrix gathered on every rank",
-    "all-to-all": "Muon, matrices exchanged for shards",
-    "round-robin": "DMuon, owners in turn",
+    "adamw": "FSDP2 with AdamW",
+    "gather": "Muon, gathered",
+    "all-to-all": "Muon, all-to-all",
+    "round-robin": "DMuon, in turn",
     "greedy": "DMuon, greedy plan",
     "planned": "DMuon, planned",
 }
+"""Name → title. :func:`~dmuon.simulator.assumptions` says how each works."""
+
 _SHARDED: dict[str, Optimizer] = {"adamw": adamw, "gather": gathered, "all-to-all": exchanged}
 
 BUSIEST, IDLEST = "busiest rank", "idlest rank"
