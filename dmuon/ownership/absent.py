@@ -20,6 +20,7 @@ _METADATA: frozenset[Any] = frozenset(
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.result_type),
         *(torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
         torch._has_compatible_shallow_copy_type,  # nn.Module.to and the like ask it
+        Tensor.data_ptr,  # accelerate tells parameters apart by it
     }
 )
 """Functions that read no values. What they make is an ordinary tensor."""
