@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from dmuon.batching import Piece, Update
 from dmuon.graphs import Replays, replayable
@@ -19,8 +21,9 @@ from dmuon.kernels.precision import precision_name, resolve_precision
 from dmuon.kernels.step import Step, step_arch
 from dmuon.lr_adjust import AdjustRule
 
-_EXACT = (torch.float32, torch.bfloat16)
-_HALF = (torch.float16, torch.bfloat16)
+_WEIGHTS = (torch.float32, torch.bfloat16)
+_GRADIENTS = (*_WEIGHTS, torch.float16)
+_WORKING = (torch.float16, torch.bfloat16)
 
 
 class FusedSteps:
@@ -37,31 +40,32 @@ class FusedSteps:
 
     def step_of(self, update: Update) -> Step | None:
         """What moves ``update``, whose momentum has not been advanced; ``None`` if kernels cannot, or cannot now."""
-        weight, group = update.parameter, update.group
-        tensors = (weight, update.gradient, update.momentum)
+        weight, gradient, momentum = update.parameter, update.gradient, update.momentum
         arch = step_arch(weight.device)
-        working = resolve_precision(group["precision"], update.momentum)
-        if (
-            arch is None
-            or update.matrix.transposed
-            or not all(tensor.is_contiguous() for tensor in tensors)
-            or weight.dtype not in _EXACT
-            or update.momentum.dtype != weight.dtype
-            or update.gradient.dtype not in (*_EXACT, torch.float16)
-            or working not in _HALF
-            # The table comes from the host, which a graph of the whole step would not repeat.
-            or (weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        ):
+        working = resolve_precision(update.group["precision"], momentum)
+        dtypes_served = (
+            weight.dtype in _WEIGHTS
+            and momentum.dtype == weight.dtype
+            and gradient.dtype in _GRADIENTS
+            and working in _WORKING
+        )
+        if arch is None or not dtypes_served or update.matrix.transposed:
             return None
+        if not all(_is_plain(tensor) for tensor in (weight, gradient, momentum)):
+            return None
+        if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # The host makes the table, which a graph of the whole step would not repeat.
+            return None
+        addresses = _addresses(update, 0, update.matrix.batch)
         step = Step(
             arch,
             update.matrix.rows,
             update.matrix.cols,
             precision_name(weight.dtype),
-            precision_name(update.gradient.dtype),
+            precision_name(gradient.dtype),
             precision_name(working),
-            group["nesterov"],
-            all(address % 16 == 0 for each in _addresses(update, 0, update.matrix.batch) for address in each),
+            update.group["nesterov"],
+            aligned=all(address % 16 == 0 for each in addresses for address in each),
         )
         if step not in self._served:
             self._served[step] = _load(step)
@@ -88,6 +92,9 @@ class FusedSteps:
             self._replays.run((step, polynomials.key), buffer, work)
         else:
             work(buffer)
+        for piece in batch:
+            # Autograd does not see what kernels write.
+            increment_version((piece.update.parameter, piece.update.momentum))
 
     def _table(self, batch: Sequence[Piece], *, pinned: bool) -> Tensor:
         addresses, scalars = [], []
@@ -127,6 +134,11 @@ def _addresses(update: Update, start: int, stop: int) -> list[tuple[int, int, in
     ]
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the elements are where ``data_ptr`` says, one after the other."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
+
+
 def _load(step: Step) -> bool:
     """Have all kernels of ``step`` at hand before anything is changed; warn if they are not to be had."""
     from dmuon.kernels.gpu.load import binary_for
@@ -135,10 +147,16 @@ def _load(step: Step) -> bool:
         for spec in step.specs():
             binary_for(spec)
     except Unsupported as reason:
-        warnings.warn(
-            f"steps of {step.rows}×{step.cols} matrices are made of torch's operations: {reason}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _report(str(reason))
         return False
     return True
+
+
+@lru_cache
+def _report(reason: str) -> None:
+    """Warn, once for each reason."""
+    warnings.warn(
+        f"Muon's steps run on torch's operations, not on kernels of their own: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -86,10 +86,10 @@ def run_ns(
     if start is not working and start is not out and out.data_ptr() == G.data_ptr():
         # A copy of G in its own memory, in another dtype: it would overwrite what it still has to read.
         start, other = working, None
-    first = G if direct else normalized_copy(G, start)
+    given = G if direct else normalized_copy(G, start)
 
     tall = G.shape[-2] > G.shape[-1]
-    source, X, Y, result = (None if t is None else _matrices(t, tall) for t in (first, start, other, out))
+    source, X, Y, result = (None if t is None else _matrices(t, tall) for t in (given, start, other, out))
     assert source is not None and X is not None and result is not None
     # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
     buffers, m = 3 if choice.method == "standard" else 4, X.shape[-2]

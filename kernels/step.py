@@ -126,6 +126,20 @@ class Step:
             launch()
 
 
+def specs_ahead(m: int, n: int, dtype: str, arch: Arch) -> list[KernelSpec]:
+    """The kernels of steps of (m, n) matrices, wide or tall, in working precision ``dtype``: for compiling ahead.
+
+    They are for weights and gradients of one dtype, fp32 or bf16, and Nesterov momentum, as is usual.
+    """
+    sides = dict.fromkeys(((m, n), (n, m)))
+    steps = [
+        Step(arch, *each, weight, weight, dtype, nesterov=True, aligned=True)
+        for each in sides
+        for weight in ("fp32", "bf16")
+    ]
+    return list(dict.fromkeys(spec for step in steps for spec in step.specs()))
+
+
 @lru_cache
 def step_arch(device: torch.device) -> Arch | None:
     """The architecture of ``device`` if steps on it can run in kernels; ``None`` if they cannot."""
