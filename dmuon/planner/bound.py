@@ -31,8 +31,8 @@ class Bound:
 def lower_bound(items: Sequence[Item], ranks: int, costs: Costs) -> Bound:
     """The largest of these, in closed form:
 
-    * the even share: all work over ``ranks``, each matrix at the least that its share of any batch can cost;
-    * the same with batches that take no longer than the bound itself;
+    * the even share: all work over ``ranks``, each shape divided in the way that takes least;
+    * the same with parts that take no longer than the bound itself;
     * the costliest item;
     * of k·ranks + 1 items some rank has k + 1: the k + 1 least of the k·ranks + 1 costliest.
 
@@ -46,7 +46,7 @@ def bound_of(instance: Instance) -> Bound:
     """The same for an instance."""
     if not instance.items:
         return Bound(0.0, 0.0)
-    share = float(_totals(instance) @ unit_costs(instance, np.inf)) / instance.ranks
+    share = _divided(instance, np.inf) / instance.ranks
     costliest, crowd = largest(instance), crowded(instance)
     batches = _least(instance, max(share, costliest, crowd[0]))
     ticks = max(share, costliest, crowd[0], batches)
@@ -89,31 +89,36 @@ def crowded(instance: Instance) -> tuple[float, int]:
 
 
 def _least(instance: Instance, low: float) -> float:
-    """The least time in which all matrices run, each at the best cost of a batch that fits into that time."""
-    totals = _totals(instance)
-
-    def enough(ticks: float) -> bool:
-        units = unit_costs(instance, ticks)
-        return bool(np.isfinite(units).all() and totals @ units <= instance.ranks * ticks)
-
-    if enough(low):
-        return low
-    high = float(instance.loads(instance.counts))
-    while high - low > 1e-9 * high:
+    """The least time in which all matrices run, in parts that fit into that time."""
+    high = low
+    while _divided(instance, high) > instance.ranks * high:
+        low, high = high, 2 * high
+    while high - low > 1e-5 * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        low, high = (middle, high) if _divided(instance, middle) > instance.ranks * middle else (low, middle)
     return low
 
 
-def _totals(instance: Instance) -> NDArray[np.int64]:
-    totals: NDArray[np.int64] = instance.counts @ instance.per_item
-    return totals
+def _divided(instance: Instance, limit: float) -> float:
+    """Ticks of all matrices if each shape is divided in the way that takes least, into parts within ``limit``."""
+    return sum(_least_division(table.times, limit) for table in instance.tables)
+
+
+def _least_division(times: NDArray[np.float64], limit: float) -> float:
+    parts = np.where(times <= limit, times, np.inf)[1:]
+    if (each := parts / np.arange(1, len(times))).min() >= each[0] * (1 - 1e-9):
+        return float(each[0] * len(parts))
+    least = np.zeros(len(times))
+    for units in range(1, len(times)):
+        least[units] = np.min(least[units - 1 :: -1][:units] + parts[:units])
+    return float(least[-1])
 
 
 def _alone(instance: Instance) -> NDArray[np.float64]:
     """Ticks that a rank with an item of each kind takes at least."""
     columns = [table.at_least[instance.per_item[:, s]] for s, table in enumerate(instance.tables)]
-    return np.sum(columns, axis=0)
+    alone: NDArray[np.float64] = np.sum(columns, axis=0)
+    return alone
 
 
 def _crowd_reason(instance: Instance, k: int) -> str:

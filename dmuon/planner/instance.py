@@ -139,6 +139,11 @@ class Instance:
             dtype=np.bool_,
         )
 
+    @cached_property
+    def monotone(self) -> bool:
+        """Whether more matrices never take less time."""
+        return all(bool((np.diff(table.times) >= 0).all()) for table in self.tables)
+
     @property
     def _eye(self) -> Counts:
         return np.eye(len(self.kinds), dtype=np.int64)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from dmuon.planner.assign import counts_of, owners_of
 from dmuon.planner.bound import Bound, bound_of
+from dmuon.planner.effort import Effort, OutOfTime
 from dmuon.planner.greedy import greedy
 from dmuon.planner.instance import Costs, Instance
 from dmuon.planner.items import Item
 from dmuon.planner.plan import Owners, Plan, given_owners
 from dmuon.planner.schedule import batches_of
+from dmuon.planner.search import Found, improve
+
+WHOLE = "whole items cannot fill the ranks evenly, in whatever combination"
+"""Why a bound is above the even share where no single reason is."""
 
 TOLERANCE = 1e-3
 """A plan this close to its bound is not improved further."""
@@ -27,6 +33,7 @@ def make_plan(
     ranks_per_node: int | None = None,
     memory_bytes: int | None = None,
     method: Literal["best", "greedy"] = "best",
+    time_limit_s: float = 30.0,
 ) -> Plan:
     """Choose an owner for each of ``items`` among ``ranks``, so that the busiest takes as little time as can be.
 
@@ -40,6 +47,8 @@ def make_plan(
         memory_bytes: what a rank has for the owned parameters that it keeps (master weights, momentum, gradients)
             and for the working memory of its step; None for no limit.
         method: "greedy" takes the best of several greedy plans; "best" goes on where it leaves a gap.
+        time_limit_s: a safeguard. The search ends by itself, after a few seconds at most; on a machine that takes
+            longer than this, the plan is the greedy one, and says so.
 
     Raises:
         ValueError: no rank, equal names, ``ranks_per_node`` that does not divide ``ranks``, or an item that fits
@@ -53,7 +62,17 @@ def make_plan(
     assigned = greedy(instance)
     if assigned is None:
         raise ValueError(_no_room(instance))
-    return _plan(instance, owners_of(instance, assigned, per_node), bound, "greedy")
+    found, notes = Found(assigned, bound.ms / instance.tick_ms, "greedy"), []
+    if method == "best" and instance.loads(assigned).max() > found.bound * (1 + TOLERANCE):
+        try:
+            found = improve(instance, assigned, found.bound, TOLERANCE, Effort(time_limit_s))
+        except OutOfTime:
+            notes = [f"greedy: the search for a better plan was not done after {time_limit_s:g} s"]
+        except Exception as error:  # whatever the solver does, there is a plan
+            notes = [f"greedy: the solver failed ({type(error).__name__}: {error})"]
+    if found.bound * instance.tick_ms > bound.ms:
+        bound = replace(bound, ms=found.bound * instance.tick_ms, reason=bound.reason or WHOLE)
+    return _plan(instance, owners_of(instance, found.assigned, per_node), bound, found.method, notes)
 
 
 def plan_of_owners(owners: Plan | Owners, items: Sequence[Item], ranks: int, costs: Costs) -> Plan:
@@ -95,8 +114,8 @@ def _no_room(instance: Instance) -> str:
     largest = int(np.argmax(alone))
     name, limit = instance.kinds[largest][0].name, instance.memory_bytes or 0
     return (
-        f"memory_bytes: {name!r} fits on no rank any more: by itself it needs {_mib(alone[largest])}, all items "
-        f"together {_mib(instance.counts @ instance.kept)}, and {instance.ranks} ranks have {_mib(limit)} each; "
+        f"memory_bytes: {name!r} fits on no rank any more: by itself it needs {_mib(int(alone[largest]))}, all items "
+        f"together {_mib(int(instance.counts @ instance.kept))}, and {instance.ranks} ranks have {_mib(limit)} each; "
         "give it more memory or more ranks"
     )
 
