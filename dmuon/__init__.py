@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dmuon.ownership.gradients import set_requires_gradient_sync as set_requires_gradient_sync
     from dmuon.ownership.materialize import materialize as materialize
     from dmuon.ownership.owned import own as own
+    from dmuon.ownership.probe import measure_network as measure_network
     from dmuon.policy import MatrixPolicy as MatrixPolicy
     from dmuon.report import describe as describe
 
@@ -27,6 +28,7 @@ _EXPORTS = {
     "full_state_dict": "dmuon.ownership.export",
     "load_checkpoint": "dmuon.ownership.checkpoint",
     "materialize": "dmuon.ownership.materialize",
+    "measure_network": "dmuon.ownership.probe",
     "own": "dmuon.ownership.owned",
     "save_checkpoint": "dmuon.ownership.checkpoint",
     "set_requires_gradient_sync": "dmuon.ownership.gradients",
@@ -41,6 +43,7 @@ __all__ = [
     "full_state_dict",
     "load_checkpoint",
     "materialize",
+    "measure_network",
     "own",
     "save_checkpoint",
     "set_requires_gradient_sync",
