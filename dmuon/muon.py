@@ -248,6 +248,15 @@ class Muon(torch.optim.Optimizer):
             self._owned.zero_grad()
         super().zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Once there is any state, every trainable parameter has some: zeros if it never had a gradient.
+
+        Of an owned model, each rank has the state of what it owns, and an empty state for what others own.
+        """
+        if self.state:
+            fill_state(self, self._owned)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned of an optimizer with the same groups and parameters.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmuon.adamw import ready
 from dmuon.groups import OPTIONS
+from dmuon.matrix_step import momentum_of
 from dmuon.slots import clean
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ STATE = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}
 """What the state of a parameter holds, by algorithm; AdamW's is torch.optim.AdamW's."""
 
 
-def fill_state(optimizer: torch.optim.Optimizer, owned: Owned | None) -> None:
+def fill_state(optimizer: torch.optim.Optimizer, owned: Owned | None, frozen: Container[Tensor] = ()) -> None:
     """Give every trainable parameter the zeros that its first step would begin with, unless it has state.
+
+    ``frozen``: the parameters that are not trainable and are to have state nevertheless.
 
     Of an owned model, what another rank owns gets an empty state: so every rank has an entry for every parameter, as
     torch's functions for distributed state dicts want it.
@@ -31,13 +34,13 @@ def fill_state(optimizer: torch.optim.Optimizer, owned: Owned | None) -> None:
             weight = parameter
             if owned is not None and parameter in owned.params:
                 weight = owned.masters_of.get(parameter)
-            state = optimizer.state[parameter]
-            if state or weight is None or not parameter.requires_grad:
+                optimizer.state.setdefault(parameter, {})
+            if weight is None or not (parameter.requires_grad or parameter in frozen):
                 continue
             if group["algorithm"] == "muon":
-                state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+                momentum_of(weight, optimizer.state[parameter])
             else:
-                ready(state, weight, group["fused"])
+                ready(optimizer.state[parameter], weight, group["fused"])
 
 
 def split_owned(

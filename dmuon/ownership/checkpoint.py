@@ -7,7 +7,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -33,7 +32,7 @@ from dmuon.muon import Muon
 from dmuon.names import listed
 from dmuon.ownership.control import Control
 from dmuon.ownership.registry import ownership_of
-from dmuon.state import check_loadable, fill_state
+from dmuon.state import STATE, check_loadable, fill_state
 
 EXTRA = "extra.pt"
 """The file beside those of :mod:`torch.distributed.checkpoint`."""
@@ -128,7 +127,7 @@ def load_checkpoint(
     """
     ranks = _ranks(model)
     found = ranks.from_first(
-        ranks.together(lambda: _find(Path(path)) if _is_first() else None, "load_checkpoint")
+        ranks.together(lambda: _find(Path(path).absolute()) if _is_first() else None, "load_checkpoint")
     )
     if found is None:
         raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)}")
@@ -138,7 +137,7 @@ def load_checkpoint(
         extra: dict[str, Any] = {}
         if (folder / EXTRA).exists():
             extra = torch.load(folder / EXTRA, map_location="cpu", weights_only=True)
-        return _state_of(model, optimizer), extra
+        return _state_of(model, optimizer, metadata.state_dict_metadata), extra
 
     state, extra = ranks.together(prepare, "load_checkpoint")
     flat = _flat(state)
@@ -158,8 +157,11 @@ def load_checkpoint(
         # torch would leave this rank out of what the others do together.
         model.load_state_dict({}, strict=False)
     if optimizer is not None:
-        loaded = {"state": state["optimizer"]["state"], "param_groups": groups}
-        set_optimizer_state_dict(model, optimizer, loaded, options=_LENIENT)
+        # Not torch's set_optimizer_state_dict, which drops the state of frozen parameters.
+        whole = optimizer.state_dict()
+        for group, saved in zip(whole["param_groups"], groups, strict=True):
+            group.update({key: saved[key] for key in saved if key not in ("params", "param_names")})
+        optimizer.load_state_dict(whole)
     return extra
 
 
@@ -201,8 +203,8 @@ def _is_first() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def _state_of(model: nn.Module, optimizer: Muon | None) -> dict[str, Any]:
-    """This rank's part. Its tensors are the model's and the optimizer's own."""
+def _state_of(model: nn.Module, optimizer: Muon | None, saved: Container[str] = ()) -> dict[str, Any]:
+    """This rank's part, in the very tensors of model and optimizer. Frozen parameters have state if it is ``saved``."""
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=_LENIENT)}
     if optimizer is not None:
         known = set(model.parameters())
@@ -210,7 +212,17 @@ def _state_of(model: nn.Module, optimizer: Muon | None) -> dict[str, Any]:
             raise ValueError(
                 "the optimizer holds parameters that the model does not have: is it another model's?"
             )
-        fill_state(optimizer, ownership_of(model))
+        owned = ownership_of(model)
+        # Before torch asks: it would make a first step where there is no state at all.
+        fill_state(optimizer, owned)
+        found = get_optimizer_state_dict(model, optimizer, options=_LENIENT)
+        frozen = {
+            parameter
+            for group, named in zip(optimizer.param_groups, found["param_groups"], strict=True)
+            for parameter, name in zip(group["params"], named["params"], strict=True)
+            if any(f"optimizer.state.{name}.{key}" in saved for key in STATE[group["algorithm"]])
+        }
+        fill_state(optimizer, owned, frozen)
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_LENIENT)
     return state
 

@@ -81,6 +81,9 @@ class StateDicts:
         *lists: list[str],
     ) -> None:
         """Write the masters of ``module``, and take their entries away from torch, which would write to parameters."""
+        if not self._loading:
+            # A module of the model is loaded on its own.
+            reshard(self._model)
         settled.clear()
         for leaf, matrix in held.items():
             key = prefix + leaf
@@ -100,7 +103,6 @@ class StateDicts:
         missing = incompatible.missing_keys
         missing[:] = [key for key in missing if key not in settled]
         if owning and not self._loading:
-            # A module of the model is loaded on its own.
             self._owned.refresh()
 
     def _end(self, module: nn.Module, incompatible: Any) -> None:
