@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import dmuon
 
-ROWS = 12
+ROWS = 24
 # The experts of the second block never see a token.
 EXPERTS = (True, False, True)
 
@@ -49,7 +49,7 @@ def train(
 
 
 def run(path: Path, session: Session) -> dict[str, Tensor]:
-    """The whole weights after the session, and the whole momenta and AdamW states under ``state.``."""
+    """The whole weights after the session, and the whole momenta under ``state.``. Its checkpoint is path/stop."""
     if session.ranks:
         return dict(run_ranks(session.ranks, _session, str(path), session)[0])
     return _session(str(path), session)
@@ -85,14 +85,14 @@ def _session(path: str, session: Session) -> dict[str, Any]:
     optimizer = dmuon.Muon(model, **{**HOW, "lr": HOW["lr"] if session.start == 0 else 0.7})
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if session.ranks else (0, 1)
     if session.start:
-        _load(path, model, optimizer, session)
+        _load(f"{path}/{session.start}", model, optimizer, session)
     train(model, optimizer, range(session.start, session.stop), rank, ranks)
-    pending = _save(path, model, optimizer, session)
+    pending = _save(f"{path}/{session.stop}", model, optimizer, session)
     if pending is not None:
         # What is saved is what was there, whatever comes after.
         train(model, optimizer, range(50, 52), rank, ranks)
         pending.result()
-        _load(path, model, optimizer, session)
+        _load(f"{path}/{session.stop}", model, optimizer, session)
     found = {name: value.numpy() for name, value in dmuon.full_state_dict(model).items()}
     return found | _momenta(optimizer, session)
 
@@ -100,7 +100,7 @@ def _session(path: str, session: Session) -> dict[str, Any]:
 def _load(path: str, model: nn.Module, optimizer: dmuon.Muon, session: Session) -> None:
     if session.by == "helpers":
         extra = dmuon.load_checkpoint(path, model, optimizer)
-        assert extra == {"step": session.start}
+        assert extra in ({"step": session.start}, {})  # torch's functions save none
         return
     options = StateDictOptions(flatten_optimizer_state_dict=session.flat)
     weights, state = get_state_dict(model, optimizer, options=options)
@@ -116,7 +116,9 @@ def _save(path: str, model: nn.Module, optimizer: dmuon.Muon, session: Session) 
     weights, state = get_state_dict(model, optimizer, options=options)
     saved = {"model": weights, "optimizer": state}
     if session.by == "async":
-        return dcp.async_save(saved, checkpoint_id=path)
+        # Not the group of the training, which goes on meanwhile.
+        group = dist.new_group(backend="gloo") if session.ranks else None
+        return dcp.async_save(saved, checkpoint_id=path, process_group=group)
     dcp.save(saved, checkpoint_id=path)
     return None
 
