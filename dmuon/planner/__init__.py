@@ -8,6 +8,7 @@ from dmuon.planner.instance import Costs
 from dmuon.planner.items import Item, items_of
 from dmuon.planner.make import make_plan, plan_of_owners
 from dmuon.planner.plan import Batch, Owners, Plan, given_owners
+from dmuon.planner.profiling import Profile, profile
 
 __all__ = [
     "Batch",
@@ -16,10 +17,12 @@ __all__ = [
     "Item",
     "Owners",
     "Plan",
+    "Profile",
     "StepCosts",
     "given_owners",
     "items_of",
     "lower_bound",
     "make_plan",
     "plan_of_owners",
+    "profile",
 ]
