@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dmuon.muon import Muon as Muon
     from dmuon.ownership.checkpoint import load_checkpoint as load_checkpoint
     from dmuon.ownership.checkpoint import save_checkpoint as save_checkpoint
+    from dmuon.ownership.consistency import check_consistency as check_consistency
     from dmuon.ownership.export import full_state_dict as full_state_dict
     from dmuon.ownership.gradients import clip_grad_norm_ as clip_grad_norm_
     from dmuon.ownership.gradients import set_requires_gradient_sync as set_requires_gradient_sync
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Muon": "dmuon.muon",
     "MatrixPolicy": "dmuon.policy",
+    "check_consistency": "dmuon.ownership.consistency",
     "clip_grad_norm_": "dmuon.ownership.gradients",
     "describe": "dmuon.report",
     "full_state_dict": "dmuon.ownership.export",
@@ -38,6 +40,7 @@ __all__ = [
     "MatrixPolicy",
     "Muon",
     "__version__",
+    "check_consistency",
     "clip_grad_norm_",
     "describe",
     "full_state_dict",

@@ -140,6 +140,8 @@ class Bucket:
     def load(self) -> None:
         """Allocate the buffer and write this rank's masters into it. The rest is yet to arrive."""
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        if self._poison:
+            self.flat.fill_(math.nan)
         for matrix in self.mine:
             assert matrix.master is not None
             matrix.view.copy_(matrix.master)

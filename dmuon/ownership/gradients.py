@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dmuon.ownership.owned import Owned
-from dmuon.ownership.registry import ownership_of
+from dmuon.ownership.registry import require_ownership
 from dmuon.ownership.sharded import reshard
 from dmuon.shards import local
 
@@ -21,7 +20,7 @@ def set_requires_gradient_sync(model: nn.Module, flag: bool) -> None:
     Raises:
         ValueError: the model is not owned.
     """
-    _owned(model).set_requires_gradient_sync(flag)
+    require_ownership(model).set_requires_gradient_sync(flag)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(flag, recurse=False)
@@ -44,7 +43,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    owned = _owned(model)
+    owned = require_ownership(model)
     owned.finish()
     reshard(model)
     masters = [master.grad for master in owned.masters.values() if master.grad is not None]
@@ -60,13 +59,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     for gradient in (*masters, *map(local, rest)):
         gradient.mul_(factor.to(gradient.dtype))
     return norm
-
-
-def _owned(model: nn.Module) -> Owned:
-    owned = ownership_of(model)
-    if owned is None:
-        raise ValueError("the model is not owned: call dmuon.own(model, mesh) first")
-    return owned
 
 
 def _copies(gradient: Tensor, ranks: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dmuon.ownership.meta import listed
 from dmuon.ownership.owned import Owned
-from dmuon.ownership.registry import ownership_of
+from dmuon.ownership.registry import require_ownership
 from dmuon.ownership.sharded import reshard
 from dmuon.ownership.whole import Whole
 from dmuon.shards import local
@@ -47,9 +47,7 @@ def materialize(model: nn.Module, init: Callable[[nn.Module], object] | None = N
             values then.
         RuntimeError: ``init`` failed on another rank.
     """
-    owned = ownership_of(model)
-    if owned is None:
-        raise ValueError("the model is not owned: call dmuon.own(model, mesh) first")
+    owned = require_ownership(model)
     reshard(model)
     empty = [name for name, tensor in _tensors(model).items() if tensor.is_meta]
     if not empty and not owned.unset:

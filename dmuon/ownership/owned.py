@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuon.batching import Update
 from dmuon.matrix import Matrix
 from dmuon.names import plural
+from dmuon.ownership.absent import is_owned
 from dmuon.ownership.buckets import Bucket, block_of
+from dmuon.ownership.consistency import compare, debugging
 from dmuon.ownership.control import Control
 from dmuon.ownership.meta import leave_meta, require_values
 from dmuon.ownership.planning import plan_for, plan_together
@@ -76,9 +78,9 @@ def own(
 
     Raises:
         ValueError: the mesh does not fit the process group, the policy finds no matrix, the plan is for other
-            parameters, ``buckets`` holds a module of another model, or the model is owned or wrapped already, has
-            gradients, or is not on the mesh's device. It is raised on the rank that finds it; the others raise a
-            RuntimeError that quotes it.
+            parameters, ``buckets`` holds a module of another model, the model is owned or wrapped already, has
+            gradients, or is not on the mesh's device, or ``DMUON_DEBUG`` is neither 0 nor 1. It is raised on the rank
+            that finds it; the others raise a RuntimeError that quotes it.
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     _check_mesh(mesh)
@@ -92,11 +94,12 @@ def own(
         if not routings:
             raise ValueError("the policy finds no trainable matrix in the model: there is nothing to own")
         blocks = {routing.name: block_of(model, routing.name, buckets) for routing in routings}
-        options = (reshard_after_forward, compute_dtype, reduce_dtype)
+        debug = debugging()
+        options = (reshard_after_forward, compute_dtype, reduce_dtype, debug)
         facts = {
             "parameters": [_fact(model, routing) for routing in routings],
             "buckets": list(blocks.items()),
-            "options (reshard_after_forward, compute_dtype, reduce_dtype)": options,
+            "options (reshard_after_forward, compute_dtype, reduce_dtype, DMUON_DEBUG)": options,
             "plan": [] if plan is None else list(given_owners(plan, list(blocks), mesh.size()).items()),
         }
     except Exception as error:
@@ -125,6 +128,7 @@ def own(
             routes.order,
             routes.rank,
             dtype,
+            poison=debug,
         )
         # The model's own comes first, as its forward does: its gradients are complete last.
         for block in sorted(dict.fromkeys(blocks.values()), key=bool)
@@ -141,6 +145,7 @@ def own(
         reduce_dtype=reduce_dtype or dtype,
         dtypes=dtypes,
         unset=unset,
+        debug=debug,
     )
 
 
@@ -173,6 +178,7 @@ class Owned:
         reduce_dtype: torch.dtype,
         dtypes: Mapping[str, torch.dtype],
         unset: set[str],
+        debug: bool,
     ) -> None:
         self.matrices, self.plan, self.policy, self.routes = matrices, plan, policy, routes
         self.statistics = routes.statistics
@@ -185,6 +191,7 @@ class Owned:
         self.parameters = {name: parameters[name] for name in matrices}
         self.params = set(parameters.values())
         self.masters_of = {m.parameter: m.master for m in every if m.master is not None}
+        self._buckets, self._debug = buckets, debug
         self._publisher = Publisher(buckets, routes, reshard)
         self._reducer = Reducer(buckets, routes, control, reduce_dtype)
         self._runtime = Runtime(model, buckets, self._publisher, self._reducer)
@@ -235,6 +242,12 @@ class Owned:
         with self.statistics.phase("update"):
             for master in run(sorted(updates, key=lambda update: self._publisher.place(update.parameter))):
                 self._publisher.moved(master)
+        if self._debug:
+            self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Raise on all ranks if any sees other weights than the owners hold; see :func:`dmuon.check_consistency`."""
+        compare(self._buckets, self._publisher, self.control)
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """Whether backwards reduce the owned gradients, or keep them for a later one that does."""
@@ -267,6 +280,10 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise ValueError(f"parameter {name!r} is sharded already: call dmuon.own before fully_shard")
+        if is_owned(parameter):
+            raise ValueError(
+                f"parameter {name!r} is owned already: call dmuon.own once, with the whole model"
+            )
         if parameter.device.type not in (mesh.device_type, "meta"):
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, but the mesh is on {mesh.device_type}"

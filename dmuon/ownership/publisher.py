@@ -7,7 +7,8 @@ same order; never from whether a gradient came, which they do not. So all ranks 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -73,6 +74,15 @@ class Publisher:
         bucket = self._buckets[index]
         later = [(k, self._buckets[k]) for k in self._order[self._order.index(index) + 1 :]]
         return [k for k, other in later if not (other.contains(bucket) or bucket.contains(other))]
+
+    @contextmanager
+    def published(self, index: int) -> Iterator[None]:
+        """Have bucket ``index`` published inside, and afterwards as before. Collective."""
+        kept = index in self._shown or index in self._under_way
+        self._show(index)
+        yield
+        if not kept:
+            self._free(index)
 
     def place(self, master: Tensor) -> int:
         """How early in the forward a master of this rank is used, once :meth:`refresh` has been called."""

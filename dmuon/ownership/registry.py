@@ -19,3 +19,11 @@ def ownership_of(model: nn.Module) -> Owned | None:
             owned: Owned = module.__dict__[ATTRIBUTE]
             return owned
     return None
+
+
+def require_ownership(model: nn.Module) -> Owned:
+    """The same; a ValueError where there is none."""
+    owned = ownership_of(model)
+    if owned is None:
+        raise ValueError("the model is not owned: call dmuon.own(model, mesh) first")
+    return owned
