@@ -39,6 +39,8 @@ CASES = {
     "A3": "a checkpoint is resumed on other ranks, meshes and plans, and by a single process",
     "A4": "an expert that never saw a gradient is in the checkpoint, with zeros for its state",
     "A5": "names that are missing or too many in a state that is loaded",
+    "A6": "all groups of a saved optimizer are restored, frozen ones too",
+    "A7": "a crash while a checkpoint is saved over another one",
     "A8": "buffers and tied aliases are in a saved state, whole, for plain PyTorch",
     "A9": "momenta keep their dtype through a state dict",
     "T1": "many processes write to one store",
