@@ -54,7 +54,10 @@ def counts_of(instance: Instance, owners: dict[str, tuple[int, ...]]) -> Counts:
 
 
 def _over_nodes(kept: Counts, ranks_per_node: int) -> list[int]:
-    """For each rank the row it takes, so that nodes keep about the same: the heaviest row to the lightest node."""
+    """For each rank the row it takes, so that nodes keep about the same: the heaviest row to the lightest node.
+
+    Nodes start at different places, so that equal rows, which own the same kinds, are spread over the places, too.
+    """
     nodes = -(-len(kept) // ranks_per_node)
     rows: dict[int, list[int]] = defaultdict(list)
     weights = np.zeros(nodes)
@@ -64,4 +67,4 @@ def _over_nodes(kept: Counts, ranks_per_node: int) -> list[int]:
         node = min(open_nodes, key=lambda node: (weights[node], node))
         rows[node].append(int(row))
         weights[node] += kept[row]
-    return [row for node in range(nodes) for row in rows[node]]
+    return [row for node in range(nodes) for row in np.roll(rows[node], node).tolist()]
