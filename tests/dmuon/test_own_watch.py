@@ -49,7 +49,6 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "half": lambda p: p.half(),
     "write": lambda p: nn.init.zeros_(p),
     "write through data": lambda p: p.data.fill_(0),
-    "pointer": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
     "equal": lambda p: torch.equal(p, torch.ones(2, 3)),
     "operator": lambda p: torch.ops.aten.add.Tensor(p, p),
