@@ -126,7 +126,7 @@ class Step:
             launch()
 
 
-def specs_ahead(m: int, n: int, dtype: str, arch: Arch) -> list[KernelSpec]:
+def step_specs(m: int, n: int, dtype: str, arch: Arch) -> list[KernelSpec]:
     """The kernels of steps of (m, n) matrices, wide or tall, in working precision ``dtype``: for compiling ahead.
 
     They are for weights and gradients of one dtype, fp32 or bf16, and Nesterov momentum, as is usual.
@@ -149,7 +149,7 @@ def step_arch(device: torch.device) -> Arch | None:
 def _scratch(matrices: Matrices, fields: int, dtype: torch.dtype, like: Tensor) -> Tensor:
     """Memory for what each block of a launch over ``matrices`` finds."""
     return torch.empty(
-        matrices.batch, parts_of(matrices, CONFIG["block"]), fields, dtype=dtype, device=like.device
+        matrices.batch, parts_of(matrices, CONFIG["elements"]), fields, dtype=dtype, device=like.device
     )
 
 

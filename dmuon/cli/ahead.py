@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from dmuon.kernels.backends import BACKENDS
-from dmuon.kernels.backends.compiled import CompiledBackend
+from dmuon.kernels.backends.compiled import TRITON, CompiledBackend
 from dmuon.kernels.choose import Problem
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.gpu.arch import Arch
 from dmuon.kernels.gpu.binary import KernelSpec
 from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.restarts import default_restarts
+from dmuon.kernels.step import step_specs
 
 HALF = ("fp16", "bf16")
 """The precisions that GPU kernels compute in."""
@@ -42,7 +43,8 @@ def specs_ahead(
     precisions: Iterable[str],
     coefficients: str,
 ) -> dict[KernelSpec, str]:
-    """Every kernel that tuning (m, n) matrices, m ≤ n, could time on ``arch``, with its backend's name."""
+    """Every kernel that tuning (m, n) matrices, m ≤ n, could time on ``arch``, and those that an optimizer's step
+    puts around them, with the backend's name."""
     polynomials = resolve_coefficients(coefficients)
     standard = tuple(range(1, len(polynomials)))
     sides = list(sides)
@@ -54,6 +56,8 @@ def specs_ahead(
                 for restarts in forms:
                     for spec in backend.specs(m, n, precision, arch, polynomials.steps, restarts):
                         found[spec] = backend.name
+                if backend is TRITON:
+                    found |= dict.fromkeys(step_specs(m, n, precision, arch), backend.name)
     return found
 
 

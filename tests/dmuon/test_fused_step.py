@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import dmuon
 import dmuon.fused_step
+from dmuon.cli.ahead import specs_ahead
 from dmuon.graphs import Replays
 from dmuon.kernels import step as step_module
 from dmuon.kernels.backends.compiled import TRITON
@@ -378,4 +379,5 @@ def test_all_that_is_launched_is_compiled_ahead(gpu: Gpu, rows: int, cols: int, 
     gpu.use()
     weights = [parameter(3, rows, cols, dtype=dtype), parameter(rows, cols, seed=1, dtype=dtype)]
     one_step(weights)
-    assert set(gpu.launched) <= set(step_module.specs_ahead(*sorted((rows, cols)), "fp16", ARCHS["sm_80"]))
+    sides = [(min(rows, cols), max(rows, cols))]
+    assert set(gpu.launched) <= specs_ahead([TRITON], sides, ARCHS["sm_80"], ["fp16"], "keller_jordan").keys()

@@ -22,8 +22,8 @@ momentum as two fp32, then α and β of W ← βW + αO as two fp32."""
 MOST_PARTS = 1024
 """Blocks that one matrix is divided among, at most."""
 
-CONFIG = {"block": 1024, "warps": 4}
-"""Elements that a block handles at a time, and its warps."""
+CONFIG = {"elements": 1024, "warps": 4}
+"""``elements`` that a block handles at a time, and its ``warps``."""
 
 EXACT_DTYPES, WEIGHT_DTYPES = ("fp32", "bf16"), ("fp32", "bf16", "fp16")
 
@@ -65,14 +65,14 @@ def wide(matrices: Matrices) -> bool:
     return matrices.address % 16 == 0 and not (length % 8 or stride % 8 or matrices.batch_stride % 8)
 
 
-def parts_of(matrices: Matrices, block: int) -> int:
+def parts_of(matrices: Matrices, elements: int) -> int:
     """How many blocks share each matrix: some thousands in all, none always idle.
 
     Raises:
         Unsupported: a grid does not hold them.
     """
     lines, length, _ = lines_of(matrices)
-    parts = min(lines * -(-length // block), -(-4096 // matrices.batch), MOST_PARTS)
+    parts = min(lines * -(-length // elements), -(-4096 // matrices.batch), MOST_PARTS)
     if matrices.batch * parts >= 1 << 31:
         raise Unsupported(f"triton: {matrices.batch * parts} blocks are more than a grid holds")
     return parts

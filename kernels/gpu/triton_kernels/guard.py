@@ -59,7 +59,7 @@ class GuardFamily:
     ) -> tuple[Launch, Launch]:
         """The two launches, to be made in this order."""
         lines, length, stride = lines_of(call.values)
-        parts = parts_of(call.values, config["block"])
+        parts = parts_of(call.values, config["elements"])
         sizes = (i32(lines), i64(length), i64(stride), i64(call.values.batch_stride), i32(parts))
         look = (pointer(call.values.address), pointer(call.found), *sizes, *HIDDEN_ARGS)
         count = (pointer(call.found), pointer(call.counter), i32(parts), *HIDDEN_ARGS)

@@ -25,7 +25,7 @@ def build(spec: KernelSpec) -> Binary:
         **dict.fromkeys(("length", "line", "batch"), "i64" + ":8" * aligned),
         "parts": "i32",
     }
-    constexprs = {"ALIGNED": aligned, "BLOCK": options["block"]}
+    constexprs = {"ALIGNED": aligned, "BLOCK": options["elements"]}
     return compile_triton(spec, look, signature, constexprs, num_warps=options["warps"], num_stages=1)
 
 

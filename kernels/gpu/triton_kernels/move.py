@@ -57,7 +57,7 @@ class MoveFamily:
     def launches(self, call: MoveCall, config: Mapping[str, Any], binaries: tuple[Binary]) -> tuple[Launch]:
         """The launch."""
         lines, length, stride = lines_of(call.direction)
-        parts = parts_of(call.direction, config["block"])
+        parts = parts_of(call.direction, config["elements"])
         args = (
             pointer(call.table),
             pointer(call.direction.address),

@@ -21,7 +21,7 @@ def build(spec: KernelSpec) -> Binary:
         **dict.fromkeys(("length", "line", "batch"), "i64" + ":8" * aligned),
         "parts": "i32",
     }
-    constexprs = {"WEIGHT": DTYPES[options["weight_dtype"]], "ALIGNED": aligned, "BLOCK": options["block"]}
+    constexprs = {"WEIGHT": DTYPES[options["weight_dtype"]], "ALIGNED": aligned, "BLOCK": options["elements"]}
     return compile_triton(spec, move, signature, constexprs, num_warps=options["warps"], num_stages=1)
 
 

@@ -91,7 +91,7 @@ class PrepareFamily:
     ) -> tuple[Launch, Launch]:
         """The two launches, to be made in this order."""
         lines, length, stride = lines_of(call.result)
-        parts = parts_of(call.result, config["block"])
+        parts = parts_of(call.result, config["elements"])
         args = (
             pointer(call.table),
             pointer(call.partials),

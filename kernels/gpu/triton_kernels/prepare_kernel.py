@@ -26,7 +26,8 @@ def build(spec: KernelSpec) -> Binary:
         **dict.fromkeys(("length", "line", "batch"), "i64" + aligned),
         "parts": "i32",
     }
-    constexprs = {name.upper(): options[name] for name in ("nesterov", "aligned", "block")}
+    constexprs = {name.upper(): options[name] for name in ("nesterov", "aligned")}
+    constexprs["BLOCK"] = options["elements"]
     constexprs["GRAD"] = DTYPES[options["grad_dtype"]]
     constexprs["MOMENTUM"] = DTYPES[options["momentum_dtype"]]
     constexprs["MOST"] = MOST_PARTS

@@ -21,12 +21,12 @@ from dmuon.kernels.gpu.triton_kernels.guard import GUARD, GuardCall
 
 pytest.importorskip("triton")
 
-CONFIG = {"block": 128, "warps": 1}
+CONFIG = {"elements": 128, "warps": 1}
 
 
 def guard(values: Tensor, counter: Tensor, arch: str, seed: int | None) -> list[Report]:
     layout = Matrices.of(values)
-    found = torch.full((layout.batch, parts_of(layout, CONFIG["block"])), -1, dtype=torch.int32)
+    found = torch.full((layout.batch, parts_of(layout, CONFIG["elements"])), -1, dtype=torch.int32)
     call = GuardCall(layout, found.data_ptr(), counter.data_ptr())
     return execute(GUARD, call, CONFIG, arch, [values, found, counter], seed)
 

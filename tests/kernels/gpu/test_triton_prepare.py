@@ -23,7 +23,7 @@ from dmuon.kernels.normalize import normalized_copy
 pytest.importorskip("triton")
 
 ROUNDING = {"fp32": 2.0**-22, "fp16": 2.0**-11, "bf16": 2.0**-8}
-CONFIG = {"block": 256, "warps": 2}
+CONFIG = {"elements": 256, "warps": 2}
 
 
 def prepare(
@@ -40,7 +40,7 @@ def prepare(
     """Reports have gradients, momenta, weights and the result, in this order."""
     decays = decays or (0.95,) * len(batch.gradients)
     table = batch.table([(1 - decay, decay, torch.nan, torch.nan) for decay in decays])
-    partials = torch.full((len(decays), parts_of(Matrices.of(result), config["block"]), 2), torch.nan)
+    partials = torch.full((len(decays), parts_of(Matrices.of(result), config["elements"]), 2), torch.nan)
     dtypes = [{v: k for k, v in DTYPES.items()}[t[0].dtype] for t in (batch.gradients, batch.momenta)]
     call = PrepareCall(table.data_ptr(), partials.data_ptr(), Matrices.of(result), *dtypes, aligned, nesterov)
     return execute(PREPARE, call, config, arch, [*batch.tensors, result, table, partials], seed)

@@ -121,7 +121,7 @@ def test_an_update_by_a_written_result(
             for weight, part, (_, _, alpha, beta) in zip(batch.weights, direction, SCALARS, strict=True)
         ]
         call = MoveCall(table.data_ptr(), Matrices.of(direction), weight_dtype, shifted == 8)
-        config = CONFIG | {"block": 128}
+        config = CONFIG | {"elements": 128}
         (report,) = execute(MOVE, call, config, arch, [*batch.tensors, direction, table], seed)
         assert all(map(torch.equal, batch.weights, wanted)) and batch.nothing_beside_was_touched()
         size = rows * cols * batch.weights[0].itemsize
