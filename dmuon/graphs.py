@@ -1,7 +1,8 @@
-"""Newton–Schulz of equal batches, replayed from CUDA graphs: one launch on the host instead of dozens.
+"""Work on batches, replayed from CUDA graphs: one launch on the host instead of dozens.
 
-A graph holds addresses, so every batch is assembled in one buffer that all graphs of a device share: they run one
-after the other. What changes from step to step — learning rate, decay, momentum — stays outside of the graphs.
+A graph holds addresses, so every batch — its matrices, or a table that says where they are — is put in one buffer that
+all graphs of a device share: they run one after the other. What changes from step to step is in the buffer, or stays
+outside of the graphs.
 """
 
 from __future__ import annotations
