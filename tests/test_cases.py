@@ -47,6 +47,7 @@ CASES = {
     "T2": "what another GPU, driver, library or kernel source measured is not used",
     "T3": "a kernel compiler that raises or aborts",
     "T4": "a configuration that is fast and wrong",
+    "T5": "shapes of unequal cost are planned by what their steps take",
     "T6": "a learning rate changed after the first step is the one used",
 }
 

@@ -90,29 +90,24 @@ class Columns:
 
 
 def relaxation(
-    instance: Instance, assigned: Counts, low: float, tolerance: float, effort: Effort
-) -> tuple[float, float, Columns]:
+    instance: Instance, columns: Columns, assigned: Counts, low: float, tolerance: float, effort: Effort
+) -> tuple[float, float]:
     """How short a makespan could be if sets could be taken in fractions: to a quarter of ``tolerance``, or to an eighth
-    of the gap of ``assigned`` where that is more.
-
-    Args:
-        assigned: a plan, whose ranks are the first sets.
-        low: a bound on the makespan.
+    of the gap of ``assigned`` where that is more. Adds columns.
 
     Returns:
-        A bound, a makespan for which the relaxation is feasible, and the columns found.
+        A bound on the makespan, at least ``low``, and a makespan for which the relaxation is feasible or nearly so.
     """
     high = makespan = float(instance.loads(assigned).max())
-    columns = Columns(instance, instance.counts, assigned, high, effort)
     middle = low * (1 + tolerance / 4)
     while high - low > max(low * tolerance / 4, (makespan - low) / 8):
         columns.allow(middle)
         feasible = _feasible(instance, columns, middle, effort)
         if feasible is None:  # undecided within the steps of the dynamic program
-            return low, middle, columns
+            return low, middle
         low, high = (low, middle) if feasible else (middle, high)
         middle = (low + high) / 2
-    return low, high, columns
+    return low, high
 
 
 def _feasible(instance: Instance, columns: Columns, limit: float, effort: Effort) -> bool | None:
@@ -186,8 +181,14 @@ def solver() -> highspy.Highs:
     """A silent HiGHS that does the same in every run."""
     import highspy
 
-    highs = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+    class Silent(highspy.Highs):
+        def enableCallbacks(self) -> None:
+            # HiGHS prints its banner when the constructor calls this, before anybody could set an option.
+            self.silent()
+            super().enableCallbacks()
+
+    highs = Silent()
+    for option, value in (("threads", 1), ("random_seed", 0)):
         highs.setOptionValue(option, value)
     return highs
 

@@ -9,16 +9,16 @@ import numpy as np
 from dmuon.planner.instance import Counts, Instance
 
 
-def greedy(instance: Instance) -> Counts | None:
-    """The best of :func:`longest_first` over batch caps of 1, 2, 4, …; None where nothing fits the memory.
+def greedy(instance: Instance) -> list[Counts]:
+    """:func:`longest_first` with batch caps of 1, 2, 4, …, the best first; empty where nothing fits the memory.
 
     Caps matter where batches are cheaper than their matrices one by one: chunks of many keep that gain on one rank,
     chunks of few balance better.
     """
     found = [counts for cap in _caps(instance) if (counts := longest_first(instance, cap)) is not None]
-    if not found:
-        return heaviest_first(instance)
-    return min(found, key=lambda counts: _merit(instance, counts))
+    if not found and (counts := heaviest_first(instance)) is not None:
+        found = [counts]
+    return sorted(found, key=lambda counts: _merit(instance, counts))
 
 
 def longest_first(instance: Instance, cap: int = 1) -> Counts | None:

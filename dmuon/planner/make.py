@@ -59,13 +59,13 @@ def make_plan(
     if per_node < 1 or ranks % per_node:
         raise ValueError(f"ranks_per_node must divide the {ranks} ranks, got {per_node}")
     bound = bound_of(instance)
-    assigned = greedy(instance)
-    if assigned is None:
+    starts = greedy(instance)
+    if not starts:
         raise ValueError(_no_room(instance))
-    found, notes = Found(assigned, bound.ms / instance.tick_ms, "greedy"), []
-    if method == "best" and instance.loads(assigned).max() > found.bound * (1 + TOLERANCE):
+    found, notes = Found(starts[0], bound.ms / instance.tick_ms, "greedy"), list[str]()
+    if method == "best" and instance.loads(found.assigned).max() > found.bound * (1 + TOLERANCE):
         try:
-            found = improve(instance, assigned, found.bound, TOLERANCE, Effort(time_limit_s))
+            found = improve(instance, starts, found.bound, TOLERANCE, Effort(time_limit_s))
         except OutOfTime:
             notes = [f"greedy: the search for a better plan was not done after {time_limit_s:g} s"]
         except Exception as error:  # whatever the solver does, there is a plan

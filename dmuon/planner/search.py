@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dmuon.planner.columns import dive, relaxation
+import numpy as np
+
+from dmuon.planner.columns import Columns, dive, relaxation
 from dmuon.planner.effort import Effort, Spent
 from dmuon.planner.instance import Counts, Instance
 from dmuon.planner.pairs import level
@@ -13,6 +16,10 @@ from dmuon.planner.patterns import exact
 
 SLACKS = (0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 """By how many tolerances the goals of successive dives exceed the relaxation's makespan."""
+
+
+WORTH = 0.7
+"""A round that leaves more of the gap is the last."""
 
 
 @dataclass
@@ -24,20 +31,28 @@ class Found:
     method: str
 
 
-def improve(instance: Instance, assigned: Counts, bound: float, tolerance: float, effort: Effort) -> Found:
+def improve(
+    instance: Instance, starts: Sequence[Counts], bound: float, tolerance: float, effort: Effort
+) -> Found:
     """Look for a makespan within ``tolerance`` of a bound. The same for equal input.
+
+    Args:
+        starts: assignments to begin with, the best first.
+        bound: in ticks.
 
     Raises:
         OutOfTime: before the search had come to its end.
         RuntimeError, ImportError: the solver fails, or is not there.
     """
-    best = Found(assigned, bound, "greedy")
+    best = Found(starts[0], bound, "greedy")
     with suppress(Spent):
-        _search(instance, best, tolerance, effort)
+        _search(instance, starts, best, tolerance, effort)
     return best
 
 
-def _search(instance: Instance, best: Found, tolerance: float, effort: Effort) -> None:
+def _search(
+    instance: Instance, starts: Sequence[Counts], best: Found, tolerance: float, effort: Effort
+) -> None:
     def offer(assigned: Counts, method: str) -> None:
         makespan, fits = instance.loads(assigned).max(), instance.fits(assigned).all()
         if fits and makespan < instance.loads(best.assigned).max():
@@ -46,17 +61,25 @@ def _search(instance: Instance, best: Found, tolerance: float, effort: Effort) -
     def beyond(goal: float) -> bool:
         return bool(instance.loads(best.assigned).max() > max(goal, best.bound * (1 + tolerance)))
 
-    offer(level(instance, best.assigned, best.bound * (1 + tolerance), effort), "pairs")
-    if not beyond(best.bound):
-        return
-    low, high, columns = relaxation(instance, best.assigned, best.bound, tolerance, effort)
-    if instance.separable:
-        best.bound = low
-    for slack in SLACKS:
-        if not beyond(high * (1 + slack * tolerance)):
+    # Beside the best, those that need the least time in all: levelling keeps most of that.
+    thrifty = sorted(starts[1:], key=lambda counts: float(instance.loads(counts).sum()))
+    for start in (starts[0], *thrifty[:2]):
+        if beyond(best.bound):
+            offer(level(instance, start, best.bound * (1 + tolerance), effort), "pairs")
+    columns = None
+    while beyond(best.bound):
+        gap = float(instance.loads(best.assigned).max()) - best.bound
+        columns = columns or Columns(instance, instance.counts, best.assigned, np.inf, effort)
+        low, high = relaxation(instance, columns, best.assigned, best.bound, tolerance, effort)
+        if instance.separable:
+            best.bound = low
+        for slack in SLACKS:
+            if not beyond(high * (1 + slack * tolerance)):
+                break
+            found = dive(instance, columns, high * (1 + slack * tolerance), effort)
+            offer(level(instance, found, low * (1 + tolerance), effort), "columns")
+        if float(instance.loads(best.assigned).max()) - best.bound > WORTH * gap:
             break
-        found = dive(instance, columns, high * (1 + slack * tolerance), effort)
-        offer(level(instance, found, low * (1 + tolerance), effort), "columns")
     if beyond(best.bound) and instance.monotone:
         found, best.bound = exact(instance, best.assigned, best.bound, tolerance / 4, effort)
         offer(found, "sets")
