@@ -185,9 +185,9 @@ def solver() -> highspy.Highs:
         def enableCallbacks(self) -> None:
             # HiGHS prints its banner when the constructor calls this, before anybody could set an option.
             self.silent()
-            super().enableCallbacks()
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
 
-    highs = Silent()
+    highs = Silent()  # type: ignore[no-untyped-call]
     for option, value in (("threads", 1), ("random_seed", 0)):
         highs.setOptionValue(option, value)
     return highs
