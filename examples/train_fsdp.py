@@ -1,15 +1,17 @@
 """Train a small GPT on several processes with Muon beside FSDP2.
 
-    torchrun --nproc-per-node 4 examples/train_fsdp.py
+    torchrun --nproc-per-node 4 examples/train_fsdp.py --checkpoint run
 
 Runs on CUDA with NCCL where every process has a GPU, else on the CPU with gloo. The text is this very file's folder,
-read byte by byte; every process draws its own batches from it.
+read byte by byte; every process draws its own batches from it. Started again with the same --checkpoint, on as many
+processes as you like, it goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,7 +76,12 @@ def sample(text: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if arguments.hsdp:
+        shape = (arguments.hsdp, ranks // arguments.hsdp)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (ranks,))
     torch.manual_seed(0)
     model = GPT().to(device)
 
@@ -93,11 +100,17 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         )
     optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=4e-3)
 
-    rank, text = dist.get_rank(), read_text()
+    start = 0
+    if arguments.checkpoint:
+        with suppress(FileNotFoundError):  # in the first run
+            start = dmuon.load_checkpoint(arguments.checkpoint, model, optimizer)["step"]
+
     if rank == 0:
-        print(owned.describe(), flush=True)
-    batches = torch.Generator().manual_seed(1 + rank)
-    for step in range(arguments.steps):
+        print(owned.describe(), f"from step {start}", sep="\n", flush=True)
+    text, batches = read_text(), torch.Generator()
+    for step in range(start, arguments.steps):
+        # By the step, so that a run that goes on draws what it would have drawn.
+        batches.manual_seed(step * ranks + rank)
         total = torch.zeros((), device=device)
         for micro in range(arguments.accumulate):
             dmuon.set_requires_gradient_sync(model, micro == arguments.accumulate - 1)
@@ -111,8 +124,11 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         if step % 10 == 0 or step == arguments.steps - 1:
             dist.all_reduce(total)
             if rank == 0:
-                mean = total.item() / dist.get_world_size()
+                mean = total.item() / ranks
                 print(f"step {step:4d}  loss {mean:.3f}  gradient norm {norm.item():.3f}", flush=True)
+        done = step + 1
+        if arguments.checkpoint and (done % arguments.save_every == 0 or done == arguments.steps):
+            dmuon.save_checkpoint(arguments.checkpoint, model, optimizer, extra={"step": done})
 
 
 def main() -> None:
@@ -124,7 +140,15 @@ def main() -> None:
     )
     parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="default: %(default)s")
     parser.add_argument("--bf16", action="store_true", help="compute in bf16; masters stay fp32")
+    parser.add_argument(
+        "--hsdp", type=int, metavar="REPLICAS", help="shard within each of so many replicas only"
+    )
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="save there, and go on from what is there")
+    parser.add_argument("--save-every", type=int, default=50, help="steps (default: %(default)s)")
     arguments = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.hsdp is not None and (arguments.hsdp < 1 or ranks % arguments.hsdp):
+        parser.error(f"--hsdp {arguments.hsdp} does not divide the {ranks} processes")
 
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
