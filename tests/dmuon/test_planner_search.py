@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.planner_instances import Table, items_by_shape, random_instance
 from dmuon.autotune import Cost
 from dmuon.models import load_shapes, preset_names
 from dmuon.planner import Item, Plan, StepCosts, columns, items_of, make_plan, plan_of_owners, search
@@ -25,32 +25,13 @@ from dmuon.planner.patterns import maximal_sets
 from dmuon.tuning_cache import Store
 
 
-@dataclass(frozen=True)
-class Table:
-    """Milliseconds of each matrix and of each batch, by the number of rows."""
-
-    each: tuple[float, ...]
-    launch: tuple[float, ...]
-
-    def cost(self, rows: int, cols: int, batch: int) -> Cost:
-        return Cost(self.launch[rows - 1] + self.each[rows - 1] * batch, "measured")
-
-
-def items(*counts: int) -> list[Item]:
-    return [
-        Item(f"{row}.{k}", ((1, row, 8),), str(k))
-        for row, count in enumerate(counts, 1)
-        for k in range(count)
-    ]
-
-
 def effort() -> Effort:
     return Effort(60.0)
 
 
 small = st.builds(
     lambda kinds, ranks: Instance(
-        items(*(count for count, _, _ in kinds)),
+        items_by_shape(*(count for count, _, _ in kinds)),
         ranks,
         Table(tuple(float(each) for _, each, _ in kinds), tuple(float(launch) for _, _, launch in kinds)),
     ),
@@ -109,25 +90,13 @@ def test_maximal_sets_are_those_that_nothing_fits_beside(instance: Instance, sha
 
 
 def test_levelling_moves_nothing_but_between_the_pair() -> None:
-    instance = Instance(items(4, 3, 5), 3, Table((5.0, 7.0, 11.0), (1.0, 0.0, 3.0)))
+    instance = Instance(items_by_shape(4, 3, 5), 3, Table((5.0, 7.0, 11.0), (1.0, 0.0, 3.0)))
     assigned = np.zeros((3, 3), dtype=np.int64)
     assigned[0] = instance.counts
     levelled = level(instance, assigned, 0.0, effort())
     assert (levelled.sum(axis=0) == instance.counts).all()
     assert instance.loads(levelled).max() < 0.45 * instance.loads(assigned).max()
     assert (assigned[0] == instance.counts).all(), "the input is left alone"
-
-
-def random_instance(seed: int) -> tuple[list[Item], int, Table]:
-    """10 to 20 shapes, 100 to 2000 matrices, 8 to 256 ranks; odd seeds have batches that pay."""
-    random = np.random.default_rng(seed)
-    shapes = int(random.integers(10, 21))
-    matrices = int(np.exp(random.uniform(np.log(100), np.log(2000))))
-    ranks = int(random.choice([8, 16, 32, 64, 128, 256]))
-    each = np.round(random.uniform(0.05, 1, shapes) ** 3, 4) + 1e-3
-    launch = each * random.uniform(0, 0.3, shapes) * (seed % 2)
-    counts = random.multinomial(matrices - shapes, np.ones(shapes) / shapes) + 1
-    return items(*map(int, counts)), ranks, Table(tuple(each), tuple(launch))
 
 
 def test_random_instances_come_close_to_their_bounds() -> None:
@@ -185,8 +154,9 @@ def test_shapes_of_unequal_cost_are_planned_by_cost(costs: StepCosts) -> None:
 
 def test_the_same_plan_in_every_process() -> None:
     program = (
-        "import sys; sys.path[:0] = ['tests/dmuon']\n"
-        "from test_planner_search import make_plan, random_instance\n"
+        "import sys; sys.path[:0] = ['.']\n"
+        "from bench.planner_instances import random_instance\n"
+        "from dmuon.planner import make_plan\n"
         "for seed in (14, 26): print(make_plan(*random_instance(seed)).hash)"
     )
     printed = subprocess.run(
@@ -268,7 +238,7 @@ def test_memory_is_kept_to_by_every_method() -> None:
 
 def test_kinds_that_share_shapes_are_weighed_together() -> None:
     """A fused weight and a plain one of the same shape: batches of both, and no bound that ignores it."""
-    given = [Item(f"qkv.{k}", ((1, 1, 8), (2, 2, 8))) for k in range(5)] + items(7, 3)
+    given = [Item(f"qkv.{k}", ((1, 1, 8), (2, 2, 8))) for k in range(5)] + items_by_shape(7, 3)
     table = Table((9.0, 4.0), (5.0, 3.0))
     instance = Instance(given, 3, table)
     assert not instance.separable
