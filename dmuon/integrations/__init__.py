@@ -1,0 +1,1 @@
+"""Adapters for frameworks that wrap, clip or save in ways of their own."""

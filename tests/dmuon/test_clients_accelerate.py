@@ -1,0 +1,124 @@
+"""accelerate's FSDP2 with owned matrices: its own loop equals one process, in fp64, and resumes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from own_models import HOW, batch, build, difference, loss_of
+from own_processes import outcome, run_ranks
+
+import dmuon
+
+pytest.importorskip("accelerate", reason="needs pip install dmuon[clients]")
+
+
+def accelerator_on_cpu(**options: Any) -> Any:
+    """An Accelerator that shards; on a CPU it would replicate."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    settings = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, **wrapped, **options}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
+    return accelerator
+
+
+def train(reshard: bool) -> dict[str, float]:
+    """Four micro-batches, two a step, beside one process; then the last step again, from a checkpoint."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from dmuon.integrations.accelerate import shard
+
+    accelerator, rank, ranks = (
+        accelerator_on_cpu(reshard_after_forward=reshard),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    model = build()
+    reference = copy.deepcopy(model)
+    owned = shard(model, accelerator)
+    assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == [
+        "",
+        *(f"blocks.{k}" for k in range(3)),
+    ]
+    model, optimizer = accelerator.prepare(model, dmuon.Muon(model, **HOW))
+    alone = dmuon.Muon(reference, **HOW)
+
+    def run(micro_batches: range) -> None:
+        for micro in micro_batches:
+            with accelerator.accumulate(model):
+                tokens, targets = batch(micro, ranks)
+                accelerator.backward(loss_of(model(tokens[rank : rank + 1]), targets[rank : rank + 1]))
+                if accelerator.sync_gradients:
+                    dmuon.clip_grad_norm_(model, 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def run_alone(micro_batches: range) -> None:
+        for micro in micro_batches:
+            tokens, targets = batch(micro, ranks)
+            (loss_of(reference(tokens), targets) / 2).backward()
+            if micro % 2:
+                torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+                alone.step()
+                alone.zero_grad()
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = [folder]
+        dist.broadcast_object_list(folder, 0)
+        run(range(2))
+        accelerator.save_state(folder[0])
+        run(range(2, 4))
+        run_alone(range(4))
+        found = {"trained": difference(model, owned, reference)}
+        accelerator.load_state(folder[0])
+        run(range(2, 4))
+        found["resumed"] = difference(model, owned, reference)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_loop_of_accelerate_equals_one_process(reshard: bool) -> None:
+    for found in run_ranks(2, train, reshard, timeout=120):
+        assert max(found.values()) < 1e-12, found
+
+
+def refuse() -> list[str]:
+    from accelerate import Accelerator
+
+    from dmuon.integrations.accelerate import shard
+
+    plain = Accelerator(cpu=True)
+    found = [outcome(lambda: shard(build(), plain))]
+    for options in (
+        {"state_dict_type": "FULL_STATE_DICT"},
+        {"cpu_offload": True},
+        {"activation_checkpointing": True},
+    ):
+        accelerator = accelerator_on_cpu(**options)
+        found.append(outcome(lambda: shard(build(), accelerator)))  # noqa: B023 - called at once
+    return found
+
+
+def test_what_owned_parameters_cannot_have_is_refused() -> None:
+    for found in run_ranks(2, refuse, timeout=120):
+        wanted = ["FSDP2", "state_dict_type", "cpu_offload", "activation_checkpointing"]
+        assert all(word in text for word, text in zip(wanted, found, strict=True)), found
