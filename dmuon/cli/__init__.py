@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dmuon.cli.errors import INTERRUPTED, BadInput, usage_on_one_line
+from dmuon.cli.errors import INTERRUPTED, BadInput, check_cache_folder, usage_on_one_line
 
 _COMMANDS = {
     "run": ("dmuon.cli.run:run", "Tune a model's matrices on this machine and keep the results."),
@@ -87,6 +87,7 @@ def main() -> None:
       dmuon-tune show                 see what was found
       dmuon-tune doctor               see what can run here
     """
+    check_cache_folder()
 
 
 def _check_is_model(word: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dmuon.cli.errors import INTERRUPTED, BadInput, bad_input
+from dmuon.cli.errors import INTERRUPTED, BadInput, bad_input, sigterm_interrupts
 from dmuon.cli.options import coefficients_option, json_option
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def compile_(
 
     No GPU is needed: a login node will do, if it shares the cache folder (DMUON_CACHE) and the versions of
     DMuon and of the kernel compilers with the machine that trains. What is compiled already is kept. A kernel
-    whose compiler fails, crashes or hangs is reported and left out. Ctrl-C keeps what is finished.
+    whose compiler fails, crashes or hangs is reported and left out. Ctrl-C and SIGTERM keep what is finished.
 
     \b
       dmuon-tune compile qwen2.5-7b --arch sm_90a
@@ -101,7 +101,7 @@ def compile_(
     _check_writable(cache, specs)
     start, interrupted = time.monotonic(), False
     finished: list[Outcome] = []
-    with Watcher(len(specs)) as watcher:
+    with Watcher(len(specs)) as watcher, sigterm_interrupts():
         try:
             for outcome in compile_all(specs, jobs=jobs, timeout_s=timeout, progress=watcher, cache=cache):
                 finished.append(outcome)

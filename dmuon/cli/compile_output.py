@@ -29,7 +29,8 @@ _STATUSES = ("compiled", "cached", "failed", "not reached")
 
 
 class Watcher:
-    """A progress bar on stderr if that is a terminal, with what compiles; anywhere, a line for each failure."""
+    """Progress on stderr: on a terminal a bar with what compiles, elsewhere a line for each tenth of the kernels; and
+    a line for each failure."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console, Group
@@ -38,6 +39,7 @@ class Watcher:
         from rich.text import Text
 
         self.finished: list[Outcome] = []
+        self._total = total
         self._running: dict[KernelSpec, None] = {}
         self._console = Console(stderr=True)
         self._bar = Progress(BarColumn(bar_width=40), MofNCompleteColumn(), TimeElapsedColumn())
@@ -67,6 +69,9 @@ class Watcher:
                 reason = (outcome.reason or "").strip().partition("\n")[0][:_REASON_WIDTH]
                 line = f"failed: {title(spec)}: {reason}"
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            done, total = len(self.finished), self._total
+            if self._live is None and done * 10 // total > (done - 1) * 10 // total:
+                self._console.print(f"{done:,} of {total:,} kernels", highlight=False)
         self._bar.update(self._task, completed=len(self.finished))
         self._text.plain = "\n".join(title(each) for each in list(self._running)[:_SHOWN])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -15,6 +17,7 @@ import click
 
 from dmuon.cli.errors import BadInput
 from dmuon.cli.options import json_option, open_store, parse_shape, store_option
+from dmuon.names import plural
 
 if TYPE_CHECKING:
     from dmuon.kernels.gpu.cache import CacheHealth
@@ -28,6 +31,8 @@ _COMPILERS = {
     "quack-kernels": "quack",
 }
 _NOT_INSTALLED = "not installed"
+_SETTINGS = ("DMUON_AUTOTUNE", "DMUON_CACHE", "DMUON_COMPILE", "DMUON_DEBUG", "DMUON_GRAPHS")
+"""Variables of the environment that change what runs."""
 
 _SHAPE = (2048, 8192)
 """What ``--arch`` examines if not told: large enough for every kind of tile."""
@@ -63,7 +68,12 @@ class BackendReport:
 @click.command()
 @click.option("--timeout", default=60.0, metavar="SECONDS", help="For one kernel compiler's import.  [60]")
 @click.option("--arch", "arch_name", metavar="NAME", help="Examine the GPU kernels for this architecture.")
-@click.option("--shape", callback=parse_shape, metavar="MxN", help="With --arch: for matrices of this shape.")
+@click.option(
+    "--shape",
+    callback=parse_shape,
+    metavar="MxN",
+    help=f"With --arch: for matrices of this shape.  [default: {_SHAPE[0]}x{_SHAPE[1]}]",
+)
 @click.option("--precision", type=click.Choice(["fp16", "bf16"]), help="With --arch.  [default: fp16]")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="With --arch: this one alone.")
 @json_option
@@ -162,6 +172,11 @@ def judge_backends(devices: Iterable[Device], software: Iterable[Software]) -> l
     return reports
 
 
+def find_settings() -> dict[str, str]:
+    """The variables of the environment that are set and that DMuon reads."""
+    return {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+
+
 def examine_binaries() -> CacheHealth:
     """Read all compiled kernels."""
     from dmuon.kernels.gpu.cache import BinaryCache
@@ -184,6 +199,7 @@ def _report(
     binaries: CacheHealth,
 ) -> dict[str, Any]:
     return {
+        "settings": find_settings(),
         "devices": [asdict(device) for device in devices],
         "software": [asdict(each) for each in software],
         "backends": [asdict(each) for each in backends],
@@ -213,6 +229,9 @@ def _print(
             table.add_row(*row)
         console.print(table, "")
 
+    settings = find_settings()
+    if settings:
+        section("Settings", ((name, escape(value)) for name, value in settings.items()))
     section("Devices", ((device.name, escape(f"{device.key}\n{device.details}")) for device in devices))
     section(
         "Libraries", ((escape(each.name), each.version or "–", _verdict(each.problem)) for each in software)
@@ -249,7 +268,7 @@ def _binary_rows(binaries: CacheHealth) -> Iterable[tuple[str, str]]:
     yield "holds", f"{binaries.binaries:,} kernels, {binaries.size_bytes / 1e6:,.1f} MB"
     for line in binaries.damaged:
         yield "damaged", f"{line}; it is compiled again when needed"
-    for line in binaries.failed:
-        yield "failed", textwrap.shorten(line, 200)
+    for reason, count in Counter(line.partition(": ")[2] for line in binaries.failed).items():
+        yield "failed", textwrap.shorten(f"{plural(count, 'kernel', 'kernels')}: {reason}", 200)
     if not binaries.writable:
         yield "writable", "no: every process would compile for itself"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -40,6 +43,25 @@ def usage_on_one_line() -> Iterator[None]:
             raise
         page = f"; see {error.ctx.command_path} --help" if error.ctx else ""
         raise BadInput(" ".join(error.format_message().split()).rstrip(".") + page) from error
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Take SIGTERM, by which a scheduler ends a job, for Ctrl-C: what is finished is told, nothing is left behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def check_cache_folder() -> None:
+    """Refuse a DMUON_CACHE that is a file, but for a store's: nothing could be kept there."""
+    path = Path(os.environ.get("DMUON_CACHE", "")).expanduser()
+    if path.is_file() and path.suffix not in (".db", ".sqlite", ".sqlite3"):
+        raise BadInput(
+            f"DMUON_CACHE names {path}, which is a file; it takes a folder, or a store's file such as x.db"
+        )
 
 
 def _one_line(error: Exception) -> str:

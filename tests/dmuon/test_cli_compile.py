@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from cli_helpers import check_one_line_error, invoke
@@ -105,6 +109,23 @@ def test_ctrl_c_keeps_what_is_finished(backend, monkeypatch):
     assert "1 cached, 1 not reached" in invoke(*COMPILE, code=130).stdout
 
 
+def test_a_scheduler_ends_it_as_ctrl_c_does(backend, monkeypatch, tmp_path):
+    """SIGTERM while a compiler hangs: the summary comes, and no temporary folder is left."""
+    backend("hang")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before, timer = signal.getsignal(signal.SIGTERM), Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    text = invoke(*COMPILE, code=130).stdout
+    timer.join()
+    assert "2 compiled, 1 not reached" in text
+    assert not list(tmp_path.glob("dmuon-compile-*"))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_off_a_terminal_a_line_tells_of_progress(backend):
+    assert "2 of 2 kernels" in invoke(*COMPILE).stderr.splitlines()
+
+
 def test_nothing_to_compile_is_told(monkeypatch):
     monkeypatch.setattr(ahead, "BACKENDS", {"torch": object()})
     assert "No backend that is installed has kernels" in invoke(*COMPILE, code=1).stdout
@@ -136,7 +157,7 @@ def test_a_backend_without_its_dsl_is_left_out_or_named(monkeypatch):
 
 def test_where_nothing_can_be_kept_it_does_not_begin(backend, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("DMUON_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("DMUON_CACHE", str(tmp_path / "file" / "cache"))
     check_one_line_error(*COMPILE, says="Not a directory")
 
 
@@ -185,9 +206,19 @@ def test_doctor_says_what_the_options_go_with(backend):
 
 def test_doctor_reads_the_cache():
     cache = BinaryCache()
-    cache.store_failure(fake(), "boom")
+    for seed in range(3):
+        cache.store_failure(fake(seed=seed), "boom" if seed else "no such intrinsic")
     (cache.folder / "broken.kernel").write_bytes(b"garbage")
     found = json.loads(invoke("doctor", "--json", "--timeout", 0.1).stdout)["compiled_kernels"]
-    assert found["binaries"] == 1 and "broken.kernel" in found["damaged"][0] and "boom" in found["failed"][0]
+    assert found["binaries"] == 1 and "broken.kernel" in found["damaged"][0] and len(found["failed"]) == 3
     text = " ".join(invoke("doctor", "--timeout", 0.1).stdout.split())
-    assert "it is compiled again when needed" in text and "boom" in text
+    assert "it is compiled again when needed" in text
+    assert "2 kernels: boom" in text and "1 kernel: no such intrinsic" in text
+
+
+def test_doctor_shows_what_the_environment_sets(monkeypatch):
+    monkeypatch.setenv("DMUON_GRAPHS", "off")
+    monkeypatch.delenv("DMUON_AUTOTUNE", raising=False)
+    settings = json.loads(invoke("doctor", "--json", "--timeout", 0.1).stdout)["settings"]
+    assert settings["DMUON_GRAPHS"] == "off" and "DMUON_AUTOTUNE" not in settings
+    assert "DMUON_GRAPHS off" in " ".join(invoke("doctor", "--timeout", 0.1).stdout.split())

@@ -131,3 +131,11 @@ def test_ctrl_c_in_a_real_process_exits_with_130():
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=30)
     assert child.returncode == 130 and b"Traceback" not in errors
+
+
+def test_a_cache_folder_that_is_a_file_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "cache"
+    path.touch()
+    monkeypatch.setenv("DMUON_CACHE", str(path))
+    for arguments in (("show",), ("doctor",), ("compile", "gpt2", "--arch", "sm_80")):
+        check_one_line_error(*arguments, says=f"DMUON_CACHE names {path}, which is a file")
