@@ -68,5 +68,6 @@ def compare(buckets: Sequence[Bucket], publisher: Publisher, control: Control) -
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
+    # A copy: memory that numpy has seen cannot be given back.
+    data = tensor.detach().contiguous().view(torch.uint8).cpu().clone().numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
