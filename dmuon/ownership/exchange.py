@@ -112,14 +112,14 @@ def _nbytes(flat: Tensor, sizes: Sequence[int]) -> list[int]:
 def _broadcast(flat: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
     works = [
         dist.broadcast(part, group_src=source, group=group, async_op=True)
-        for source, part in enumerate(flat.split(list(sizes)))
+        for source, part in enumerate(torch.split(flat, list(sizes)))
         if part.numel()
     ]
     return Transfer(works, (flat,))
 
 
 def _all_gather(flat: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
-    parts, largest = flat.split(list(sizes)), max(sizes)
+    parts, largest = torch.split(flat, list(sizes)), max(sizes)
     if min(sizes) == largest:
         return Transfer([_all_gather_single(flat, parts[rank], group=group, async_op=True)], (flat,))
     padded = flat.new_empty(len(sizes), largest)
@@ -136,7 +136,7 @@ def _all_gather(flat: Tensor, sizes: Sequence[int], rank: int, group: dist.Proce
 
 def _all_to_all(flat: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
     # Copies for all: a list of one and the same tensor is not taken by every backend.
-    copies = flat.split(list(sizes))[rank].repeat(len(sizes))
+    copies = torch.split(flat, list(sizes))[rank].repeat(len(sizes))
     return _pairs(flat, sizes, copies, [sizes[rank]] * len(sizes), group)
 
 
@@ -146,7 +146,7 @@ def _exchange(packed: Tensor, sizes: Sequence[int], rank: int, group: dist.Proce
 
 
 def _reduce(packed: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Transfer:
-    parts = packed.split(list(sizes))
+    parts = torch.split(packed, list(sizes))
     works = [
         dist.reduce(part, group_dst=target, group=group, async_op=True)
         for target, part in enumerate(parts)
@@ -159,7 +159,7 @@ def _reduce_scatter(packed: Tensor, sizes: Sequence[int], rank: int, group: dist
     largest, sent = max(sizes), packed
     if min(sizes) < largest:
         sent = packed.new_empty(len(sizes), largest)
-        for row, part in zip(sent, packed.split(list(sizes)), strict=True):
+        for row, part in zip(sent, torch.split(packed, list(sizes)), strict=True):
             row[: part.numel()] = part
             row[part.numel() :] = 0
     received = packed.new_empty(largest)

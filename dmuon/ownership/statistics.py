@@ -110,8 +110,8 @@ class Statistics:
             }
 
     def _event(self) -> torch.cuda.Event | None:
-        if not self.timing_device:
+        if not (self.timing_device and torch.cuda.is_available()):
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         return event

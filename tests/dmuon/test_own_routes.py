@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import warnings
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from own_models import mesh_of
+from own_models import Training, build, mesh_of, train_both
 from own_processes import outcome, run_ranks
 from torch import Tensor
 
+import dmuon
 from dmuon.ownership.control import Control
 from dmuon.ownership.link_costs import (
     GroupCosts,
@@ -224,6 +228,35 @@ def test_what_was_measured_is_kept_by_topology(tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["topology"]["mesh"] == [2, 2]
 
 
+def one_knows(cache: str, rank: int) -> dict[str, GroupCosts]:
+    """What is known where ranks have caches of their own, and only ``rank``'s has something."""
+    os.environ["DMUON_CACHE"] = cache if dist.get_rank() == rank else f"{cache}/nothing"
+    return known_network(mesh_of(2), Control(list(range(4))))
+
+
+@pytest.mark.case(row="R8")
+def test_all_ranks_know_what_rank_0_knows(tmp_path: Path) -> None:
+    (costs, *_) = run_ranks(4, measured_once, str(tmp_path))
+    assert run_ranks(4, one_knows, str(tmp_path), 0) == [costs["known"]] * 4
+    assert run_ranks(4, one_knows, str(tmp_path), 1) == [{}] * 4
+
+
+def trained_by(publish: str, reduce: str) -> dict[str, float]:
+    """How far training on two nodes by these ways is from one process."""
+    free = LinkCosts(0.0, 0.0)
+    costs = dict.fromkeys(("intra", "inter"), GroupCosts({publish: free}, {reduce: free}))
+    with mock.patch("dmuon.ownership.owned.known_network", lambda *_: costs):
+        levels = dmuon.own(build(), mesh_of(2)).routes.levels
+        assert all(exchange.costs is costs[level] for level in levels for exchange in levels[level])
+        return train_both(Training(nodes=2, unused={1: {1}}))
+
+
+@pytest.mark.parametrize(("publish", "reduce"), [("all_gather", "reduce"), ("all_to_all", "reduce_scatter")])
+def test_training_by_other_ways_equals_one_process(publish: str, reduce: str) -> None:
+    for found in run_ranks(4, trained_by, publish, reduce):
+        assert max(found.values()) < 1e-12
+
+
 def spoilt(cache: str) -> list[str]:
     os.environ["DMUON_CACHE"] = cache
     with warnings.catch_warnings(record=True) as caught:
@@ -254,3 +287,72 @@ def test_costs_are_fitted() -> None:
     found = fit(loads, [seconds(*load) for load in loads])
     assert found.alpha_s == pytest.approx(3e-4) and found.beta_s_per_byte == pytest.approx(2e-9)
     assert fit(loads, [1e-3, 0.5e-3]) == LinkCosts(1e-3 / 4, 0.0)
+
+
+def a_rank_dies(kind: str) -> None:
+    routes = TwoLevelRoutes(mesh_of(2))
+    if dist.get_rank() == 3:
+        os._exit(1)
+    for _ in range(3):
+        getattr(routes, kind)(torch.zeros(8), [2] * 4).wait()
+
+
+@pytest.mark.parametrize("kind", ["publish", "reduce"])
+def test_a_rank_that_dies_ends_the_legs_of_all(kind: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(4, a_rank_dies, kind)
+    text = str(caught.value)
+    assert "rank 3: died" in text and text.count("RuntimeError") >= 3, text
+
+
+EXIT = """
+import sys, time, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from dmuon.ownership.two_level import TwoLevelRoutes
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+routes = TwoLevelRoutes(init_device_mesh("cpu", (2, 1)))
+if how == "leave":
+    for _ in range(3):
+        pending = routes.publish(torch.zeros(100000), [50000] * 2), routes.reduce(torch.zeros(8), [4] * 2)
+elif rank == 0:
+    routes.publish(torch.zeros(8), [4] * 2)
+    raise ValueError("the script's own")
+else:
+    time.sleep(3600)
+"""
+
+
+def run_script(tmp_path: Path, how: str) -> tuple[list[subprocess.Popen[str]], str]:
+    """Two processes of EXIT; both, and what the first wrote to stderr before it ended."""
+    (tmp_path / "script.py").write_text(EXIT)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), how],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        _, errors = ranks[0].communicate(timeout=120)
+        if how == "leave":
+            errors += ranks[1].communicate(timeout=120)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return ranks, errors
+
+
+@pytest.mark.slow
+def test_legs_under_way_end_with_the_script(tmp_path: Path) -> None:
+    ranks, errors = run_script(tmp_path, "leave")
+    assert [rank.returncode for rank in ranks] == [0, 0] and "Error" not in errors, errors
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_ends_while_legs_wait_for_others(tmp_path: Path) -> None:
+    ranks, errors = run_script(tmp_path, "fail")
+    assert ranks[0].returncode != 0 and "ValueError: the script's own" in errors

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dmuon
 from dmuon.ownership.absent import AbsentParameter
+from dmuon.ownership.statistics import Statistics
 
 WIDTH, BLOCKS = 24, 5
 FAMILIES = ("all_", "broadcast", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv")
@@ -209,6 +210,39 @@ def test_statistics_tell_waits_and_phases() -> None:
         }  # fmt: skip
     seconds = [sum(each["seconds"] for each in result["found"]["waits"]) for result in (first, second)]
     assert seconds[0] > 0.3 > seconds[1]
+
+
+class Event:
+    """Stands in for torch.cuda.Event: each is recorded two seconds after the last."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.clock += 2.0
+        self.at = Event.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+def test_device_time_is_taken_by_events_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    statistics = Statistics()
+    with statistics.waiting("publish", "a"):
+        pass
+    statistics.timing_device = True
+    for bucket in ("b", "b", "c"):
+        with statistics.waiting("publish", bucket):
+            pass
+    waits = {each["bucket"]: each.get("device_seconds") for each in statistics.as_dict()["waits"]}
+    assert waits == {"a": None, "b": 4.0, "c": 2.0}
 
 
 def held() -> int:
