@@ -35,6 +35,8 @@ class Session:
     flat: bool = False
     # The owners by a plan that is the greedy one's mirror image.
     mirrored: bool = False
+    # Built on the meta device: the checkpoint alone gives it values.
+    meta: bool = False
 
 
 def train(
@@ -75,13 +77,16 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def _session(path: str, session: Session) -> dict[str, Any]:
     # Other weights than the training began with, lest loading nothing go unseen.
-    model = build(seed=0 if session.start == 0 else 7)
+    with torch.device("meta" if session.meta else "cpu"):
+        model = build(seed=0 if session.start == 0 else 7)
     if session.ranks:
         if session.mirrored:
             names = [name for name, p in model.named_parameters() if _is_owned(name)]
             owners = {name: k % session.ranks for k, name in enumerate(reversed(names))}
             session.own["plan"] = owners
         wrap(model, mesh_of(session.nodes), **session.own)
+    if session.meta:
+        model.to_empty(device="cpu")
     optimizer = dmuon.Muon(model, **{**HOW, "lr": HOW["lr"] if session.start == 0 else 0.7})
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if session.ranks else (0, 1)
     if session.start:

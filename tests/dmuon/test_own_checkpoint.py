@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from own_sessions import Session, reference, run, worst
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from own_models import HOW, build, mesh_of
+from own_processes import run_ranks
+from own_sessions import Session, reference, run, train, worst
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
 
 ZERO2 = {"reshard_after_forward": False}
 
@@ -26,7 +37,7 @@ def test_resumes_on_other_ranks_meshes_and_plans(tmp_path: Path) -> None:
             Session(2, 3, 4, nodes=2),
             Session(3, 4, 3, own=ZERO2, mirrored=True),
             Session(4, 5, 0),
-            Session(5, 6, 2),
+            Session(5, 6, 2, meta=True),
         ],
     )
 
@@ -45,6 +56,45 @@ def test_torchs_own_functions_save_and_load_the_same(tmp_path: Path) -> None:
 
 def test_flat_optimizer_states(tmp_path: Path) -> None:
     check(tmp_path, [Session(0, 2, 3, by="dcp", flat=True), Session(2, 3, 2, by="async", flat=True)])
+
+
+def elsewhere(path: str) -> dict[str, Any]:
+    """Loads into a model that FSDP alone shards, and goes on with DistributedDataParallel."""
+    sharded = build(seed=7)
+    fully_shard(sharded, mesh=mesh_of())
+    dmuon.load_checkpoint(f"{path}/2", sharded)
+    found = {"sharded": {name: value.numpy() for name, value in dmuon.full_state_dict(sharded).items()}}
+    model = DistributedDataParallel(build(seed=7), find_unused_parameters=True)
+    optimizer = dmuon.Muon(model, **HOW)
+    dmuon.load_checkpoint(f"{path}/2", model, optimizer)
+    train(model, optimizer, range(2, 3), dist.get_rank(), dist.get_world_size())
+    dmuon.save_checkpoint(f"{path}/3", model, optimizer, extra={"step": 3})
+    return found
+
+
+def test_loads_where_nothing_is_owned(tmp_path: Path) -> None:
+    run(tmp_path, Session(0, 2, 2))
+    found = run_ranks(2, elsewhere, str(tmp_path))[0]
+    trained = reference(2)
+    assert worst(found["sharded"], {name: trained[name] for name in found["sharded"]}) < 1e-12
+    plain = build(seed=7)
+    weights = plain.state_dict()
+    dcp.load({"model": weights}, checkpoint_id=tmp_path / "2")
+    assert worst(weights, {name: trained[name] for name in weights}) < 1e-12
+    check(tmp_path, [Session(3, 4, 3)])
+
+
+def page(folder: str) -> None:
+    os.chdir(folder)
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(blocks), "checkpoints.md", "exec"), names)
+    assert names["start"] == 1 and len(blocks) == 4
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    run_ranks(2, page, str(tmp_path))
 
 
 @pytest.mark.slow
