@@ -15,16 +15,15 @@ from dmuon.planner import items_of, plan_of_owners
 from dmuon.simulator import (
     STRATEGIES,
     Cluster,
-    Comparison,
     Link,
     Machine,
     MachineCosts,
     Network,
     Scenario,
+    Simulation,
     load_machine,
     machine_names,
     plan_for,
-    scale,
     simulate,
     workload_of,
 )
@@ -345,41 +344,61 @@ def test_a_model_of_one_shape_has_no_blocks() -> None:
     assert workload.blocks == () and found.step > 0
 
 
-PICTURE = ("qwen2.5-7b", "pi0", "qwen2.5-vl-3b")
+FACTOR = 3
+"""How far the simulation may be from what was published, as docs/planning.md says."""
 
 
-@pytest.fixture(scope="module")
-def picture() -> dict[str, list[Comparison]]:
-    """The published setting as far as it is known: A800s, 8 in a node, 8 to 256 of them."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((8192, (8, 64, 256)), id="8192"),
+        pytest.param((4096, (8, 16, 32, 64, 128, 256)), id="4096", marks=pytest.mark.slow),
+        pytest.param((8192, (8, 16, 32, 64, 128, 256)), id="8192-all", marks=pytest.mark.slow),
+    ],
+)
+def picture(request: pytest.FixtureRequest) -> list[dict[str, Simulation]]:
+    """AdamW, gathered Muon and DMuon where they were published: three models, A800s, eight in a node, 8 to 256.
+
+    The tokens of a rank were not published.
+    """
+    tokens, ranks = request.param
     a800 = load_machine("a800")
-    found = {}
-    for model in PICTURE:
-        network = Network(Cluster(a800, 8), hybrid=True)
-        setting = Scenario(workload_of(load_shapes(model)), network, MachineCosts(a800, "fp16"), 8192)
-        found[model] = scale(setting, [8, 16, 32, 64, 128, 256])
-    return found
+    return [
+        {strategy: simulate(setting, strategy) for strategy in ("adamw", "gather", "planned")}
+        for model in ("qwen2.5-7b", "pi0", "qwen2.5-vl-3b")
+        for each in ranks
+        for setting in [
+            Scenario(
+                workload_of(load_shapes(model)),
+                Network(Cluster(a800, each), True),
+                MachineCosts(a800, "fp16"),
+                tokens,
+            )
+        ]
+    ]
 
 
-def test_published_overhead_over_adamw(picture: dict[str, list[Comparison]]) -> None:
-    """+2% on average, −0.3% to +8% by model: within a factor of two of the average, and of each end."""
-    overheads = {model: [each.overhead("planned") for each in found] for model, found in picture.items()}
-    every = [each for found in overheads.values() for each in found]
-    assert 0.01 <= mean(every) <= 0.04
-    assert min(every) >= -0.006 and max(every) <= 0.16
-    assert all(-0.003 <= mean(found) <= 0.08 for found in overheads.values())
+def test_published_overhead_over_adamw(picture: list[dict[str, Simulation]]) -> None:
+    """+2% on average, from −0.3% to +8%."""
+    overheads = [found["planned"].step / found["adamw"].step - 1 for found in picture]
+    assert 0.02 / FACTOR <= mean(overheads) <= 0.02 * FACTOR
+    assert min(overheads) >= -0.003 * FACTOR and 0.08 / FACTOR <= max(overheads) <= 0.08 * FACTOR
 
 
-def test_published_distance_from_gathered_muon(picture: dict[str, list[Comparison]]) -> None:
-    """6.85 to 163 times as long in the optimizer step, 1.48 to 3.01 in all: within a factor of two of each end."""
-    pairs = [(each.of("gather"), each.of("planned")) for found in picture.values() for each in found]
-    optimizer = [gather.optimizer / planned.optimizer for gather, planned in pairs]
-    assert min(optimizer) >= 6.85 and 163 / 2 <= max(optimizer) <= 163 * 2
-    steps = [gather.step / planned.step for gather, planned in pairs]
-    assert min(steps) >= 1.48 / 1.2 and max(steps) <= 3.01
+def test_published_distance_from_gathered_muon(picture: list[dict[str, Simulation]]) -> None:
+    """6.85 to 163 times as long in the optimizer step; 1.48 to 3.01 times in all."""
+    optimizer = [found["gather"].optimizer / found["planned"].optimizer for found in picture]
+    assert 6.85 / FACTOR <= min(optimizer) <= 6.85 * FACTOR
+    assert 163 / FACTOR <= max(optimizer) <= 163 * FACTOR
+    steps = [found["gather"].step / found["planned"].step for found in picture]
+    assert 1.48 / FACTOR <= min(steps) <= 1.48 * FACTOR and 3.01 / FACTOR <= max(steps) <= 3.01 * FACTOR
 
 
-def test_gathered_muon_takes_more_than_the_rest_of_a_step(picture: dict[str, list[Comparison]]) -> None:
-    """More than twice the forward and backward, it is said of plain Muon: here about as long, within that factor."""
-    for found in picture.values():
-        gather = found[0].of("gather")
-        assert gather.optimizer > 0.5 * (gather.compute["forward"] + gather.compute["backward"])
+@pytest.mark.parametrize("model", ["pi0", "qwen2.5-vl-3b"])
+def test_a_plan_publishes_over_two_levels_as_well_as_owners_in_turn(model: str) -> None:
+    """Owners of one kind at one place of all nodes would send a block's weights through few adapters."""
+    a800 = load_machine("a800")
+    setting = Scenario(
+        workload_of(load_shapes(model)), Network(Cluster(a800, 256), True), MachineCosts(a800, "fp16"), 8192
+    )
+    assert simulate(setting, "planned").step <= 1.005 * simulate(setting, "round-robin").step
