@@ -71,7 +71,7 @@ def print_plan(document: dict[str, Any], as_json: bool) -> None:
         f"({plan['method']})"
     )
     console.print(
-        f"busiest rank {ms_text(plan['makespan_ms'])}; the bound with whole matrices is "
+        f"the busiest rank's step takes {ms_text(plan['makespan_ms'])}; the bound with whole matrices is "
         f"{ms_text(plan['bound_ms'])} ({plan['gap']:+.2%}), an even share {ms_text(plan['share_ms'])} "
         f"({plan['excess']:+.1%})"
     )
@@ -81,7 +81,7 @@ def print_plan(document: dict[str, Any], as_json: bool) -> None:
     console.print()
     _print_loads(console, plan["loads_ms"], document["gpus_per_node"])
     console.print()
-    console.print(strategies_table(document["strategies"], "simulated step"))
+    console.print(strategies_table(document["strategies"], "simulated step"), "")
     print_legend(console, document["assumptions"])
 
 

@@ -76,8 +76,7 @@ def print_study(document: dict[str, Any], as_json: bool) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{escape(document['model'])}[/], simulated on {escape(document['machine'])}\n")
     for comparison in document["comparisons"]:
-        console.print(strategies_table(comparison["strategies"], f"{comparison['ranks']:,} ranks"))
-        console.print()
+        console.print(strategies_table(comparison["strategies"], f"{comparison['ranks']:,} ranks"), "")
     print_legend(console, document["assumptions"])
 
 

@@ -188,3 +188,32 @@ def test_a_model_that_fits_no_memory_is_an_error(tmp_path: Path) -> None:
     small = tmp_path / "small.json"
     small.write_text(json.dumps(json.loads(shipped.read_text()) | {"memory_gb": 0.01}))
     check_one_line_error("plan", "gpt2", "--ranks", 8, "--machine", small, says="fits on no rank any more")
+
+
+def test_measured_costs_are_taken_from_the_store(tmp_path: Path) -> None:
+    import dmuon.simulator
+    from dmuon.kernels.choose import device_key
+
+    store = tmp_path / "trials.db"
+    invoke("run", "--shape", "24x48", "--count", 6, "--precision", "fp32", "--budget", "2s", "--store", store)
+    shipped = Path(dmuon.simulator.__file__).parent / "machines" / "h100.json"
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(json.loads(shipped.read_text()) | {"device": device_key("cpu")}))
+    model = tmp_path / "config.json"
+    model.write_text(
+        json.dumps(
+            {
+                "model_type": "gpt2",
+                "vocab_size": 64,
+                "n_positions": 8,
+                "n_embd": 24,
+                "n_inner": 48,
+                "n_layer": 3,
+            }
+        )
+    )
+    how = ("plan", model, "--ranks", 2, "--machine", mine, "--precision", "fp32", "--json")
+    measured = json.loads(invoke(*how, "--store", store).stdout)["plan"]
+    modelled = json.loads(invoke(*how).stdout)["plan"]
+    assert measured["costs"].startswith("measured on cpu:") and "no such device" in modelled["costs"]
+    assert measured["makespan_ms"] != modelled["makespan_ms"]
