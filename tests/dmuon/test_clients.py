@@ -104,6 +104,16 @@ def test_the_trainers_ways_to_an_optimizer_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (EXAMPLES.parent / "docs" / "clients.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "clients.md", "exec"), names)
+    assert {"train_sharded", "prepare_sharded", "LanguageModel"} <= names.keys()
+
+
+@pytest.mark.slow
 def test_a_trainer_learns_and_resumes(tmp_path: Path) -> None:
     check_loss(run("train_trainer.py", 1, tmp_path / "one"))
     shutil.copytree(tmp_path / "one" / "checkpoint-20", tmp_path / "other" / "checkpoint-20")
