@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from gpu_setting import Setting, Task, short
-from torch import Tensor
+from torch import Tensor, nn
 
+import dmuon
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.backends.compiled import CompiledBackend
 from dmuon.kernels.choose import NSChoice, ProductChoice
@@ -21,6 +22,7 @@ from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.reference import polynomial_polar, relative_error, tolerance
 from dmuon.kernels.restarts import default_restarts
 from dmuon.kernels.run import run_ns
+from dmuon.kernels.step import step_specs
 
 
 def compile_tasks(setting: Setting) -> Iterator[Task]:
@@ -32,11 +34,15 @@ def compile_tasks(setting: Setting) -> Iterator[Task]:
             for precision in setting.precisions:
                 steps = polar_express().steps
                 restarts = default_restarts(polar_express(), PRECISIONS[precision])
-                specs = chain.from_iterable(
-                    backend.specs(m, n, precision, arch, steps, restarts)
-                    for m, n in ((128, 512), (4096, 4096))
+                sides = (128, 512), (4096, 4096)
+                specs = list(
+                    chain.from_iterable(
+                        backend.specs(m, n, precision, arch, steps, restarts) for m, n in sides
+                    )
                 )
-                yield Task(f"{name} {precision}", partial(_compile, list(specs)))
+                if name == "triton":
+                    specs += chain.from_iterable(step_specs(m, n, precision, arch) for m, n in sides)
+                yield Task(f"{name} {precision}", partial(_compile, specs))
 
 
 def _compile(specs: list[Any], seconds: float) -> dict[str, Any]:
@@ -60,6 +66,10 @@ def correctness_tasks(setting: Setting) -> Iterator[Task]:
             for config in BACKENDS[name].configs("gram_ns", 64, 256, precision, arch):
                 run = partial(_check_whole, setting, name, config, precision)
                 yield Task(f"{name} gram_ns {precision} {short(config)}", run)
+
+    for precision in setting.precisions:
+        for weight in ("fp32", "bf16"):
+            yield Task(f"step {precision} of {weight}", partial(_check_step, setting, precision, weight))
 
 
 def _check_product(
@@ -127,3 +137,33 @@ def _check_whole(
     if not worst <= tolerance(dtype):
         raise ValueError(f"error {worst:.1e} exceeds {tolerance(dtype):.1e}")
     return {"error over the bound": worst / tolerance(dtype)}
+
+
+def _check_step(setting: Setting, precision: str, weight: str, seconds: float) -> dict[str, Any]:
+    """Steps of the optimizer, graphs and all, at a rate that changes, against fp64 on the CPU."""
+    wide = [(512, 1024), (512, 1024), (456, 200), (3, 128, 512), (72, 1099)]
+    shapes = [(64, 96), (3, 24, 40)] if setting.toy else wide
+    exact = [nn.Parameter(torch.randn(shape).to(PRECISIONS[weight]).double()) for shape in shapes]
+    ours = [nn.Parameter(w.detach().to(setting.device, PRECISIONS[weight])) for w in exact]
+    starts = [w.detach().clone() for w in exact]
+    optimizers = [
+        dmuon.Muon([{"params": weights, "algorithm": "muon"}], lr=1.0, precision=each)
+        for weights, each in ((exact, "fp64"), (ours, precision))
+    ]
+    for step in range(5):
+        for w, other in zip(exact, ours, strict=True):
+            other.grad = torch.randn_like(other)
+            w.grad = other.grad.cpu().double()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 1.0 / (step + 1)
+            optimizer.step()
+    # Of the way that a weight has come; those in bf16 are rounded at every step.
+    ways = [(w.detach() - start).norm() for w, start in zip(exact, starts, strict=True)]
+    gaps = [(other.detach().cpu().double() - w.detach()).norm() for w, other in zip(exact, ours, strict=True)]
+    error = max(float(gap / way) for gap, way in zip(gaps, ways, strict=True))
+    bound = tolerance(PRECISIONS[precision]) + (0.1 if weight == "bf16" else 0.0)
+    if not error <= bound or optimizers[1].nonfinite():
+        raise ValueError(
+            f"error {error:.1e} exceeds {bound:.1e}, {optimizers[1].nonfinite()} updates not finite"
+        )
+    return {"error over the bound": error / bound}
