@@ -42,7 +42,12 @@ def _create_claims(db: Database) -> None:
     db.table("claims").create(columns, pk="key", not_null={"owner", "expires_at"})
 
 
-MIGRATIONS: tuple[Callable[[Database], None], ...] = (_create_trials, _create_claims)
+def _create_plans(db: Database) -> None:
+    columns = {"key": str, "text": str, "created_at": float}
+    db.table("plans").create(columns, pk="key", not_null={"text", "created_at"})
+
+
+MIGRATIONS: tuple[Callable[[Database], None], ...] = (_create_trials, _create_claims, _create_plans)
 
 
 def schema_version(db: Database, path: Path) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, TypeVar
 
-from dmuon.tuning_cache import claims, database, jsonl, migrations, rows
+from dmuon.tuning_cache import claims, database, jsonl, migrations, plans, rows
 from dmuon.tuning_cache.aside import file_identity
 from dmuon.tuning_cache.claims import Claim
 from dmuon.tuning_cache.database import StoreUnavailable, StoreWarning
@@ -138,6 +138,15 @@ class Store:
     def claimed(self, key: str) -> bool:
         """Does anybody, this process included, hold a live claim on ``key``?"""
         return any(self._read(lambda db: [claims.is_live(db, key, time.time())]))
+
+    def plan(self, key: str) -> str | None:
+        """The plan that :meth:`keep_plan` was given under ``key``; ``None`` if there is none."""
+        return next(iter(self._read(lambda db: plans.find(db, key))), None)
+
+    def keep_plan(self, key: str, text: str) -> None:
+        """Keep a plan, in the place of any with the same key. The newest
+        :data:`~dmuon.tuning_cache.plans.KEPT` stay."""
+        self._write(lambda db: plans.keep(db, key, text, time.time()))
 
     def export_jsonl(self, target: str | os.PathLike[str] | IO[str], **filters: Unpack[Filters]) -> int:
         """Write the trials that pass the filters of :meth:`trials` as JSON Lines; return how many.

@@ -19,7 +19,7 @@ from dmuon.ownership.buckets import Bucket, block_of
 from dmuon.ownership.consistency import compare, debugging
 from dmuon.ownership.control import Control
 from dmuon.ownership.meta import leave_meta, require_values
-from dmuon.ownership.planning import plan_for, plan_together
+from dmuon.ownership.planning import PathLike, given_fact, plan_for, plan_together
 from dmuon.ownership.probe import known_network, make_routes
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.reducer import Reducer
@@ -27,7 +27,7 @@ from dmuon.ownership.registry import ATTRIBUTE, ownership_of
 from dmuon.ownership.routes import Routes
 from dmuon.ownership.runtime import Runtime
 from dmuon.ownership.state_dicts import StateDicts
-from dmuon.planner import Owners, Plan, given_owners
+from dmuon.planner import Owners, Plan
 from dmuon.policy import MatrixPolicy, Routing
 
 
@@ -36,7 +36,7 @@ def own(
     mesh: DeviceMesh,
     *,
     policy: MatrixPolicy | None = None,
-    plan: Plan | Owners | None = None,
+    plan: Plan | Owners | PathLike | None = None,
     reshard_after_forward: bool = True,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -64,7 +64,8 @@ def own(
             Then gradients are added up inside a shard group before they cross, and weights cross once.
         policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
         plan: who owns what, as a :class:`~dmuon.planner.Plan` or as name → rank; None for the plan of
-            :func:`dmuon.planner.make_plan`, by what is known of this device's speed.
+            :func:`dmuon.planner.make_plan`, by what is known of this device's speed. A path names a file for that
+            plan: made the first time, taken from there as long as ranks and parameters stay, else made anew.
         reshard_after_forward: free published weights after the forward and publish them again for the backward
             (ZeRO-3), or keep them until then (ZeRO-2).
         compute_dtype: of published weights, as FSDP's ``param_dtype``; None for the parameters' own. The owner's
@@ -100,7 +101,7 @@ def own(
             "parameters": [_fact(model, routing) for routing in routings],
             "buckets": list(blocks.items()),
             "options (reshard_after_forward, compute_dtype, reduce_dtype, DMUON_DEBUG)": options,
-            "plan": [] if plan is None else list(given_owners(plan, list(blocks), mesh.size()).items()),
+            "plan": given_fact(plan, list(blocks), mesh.size()),
         }
     except Exception as error:
         facts = error

@@ -11,9 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.kernels.precision import precision_name, resolve_precision
 from dmuon.ownership.control import Control
-from dmuon.planner import Owners, Plan, StepCosts, items_of, make_plan, plan_of_owners
+from dmuon.planner import (
+    Owners,
+    Plan,
+    StepCosts,
+    given_owners,
+    items_of,
+    make_plan,
+    plan_in_file,
+    plan_of_owners,
+)
 from dmuon.policy import Routing
 from dmuon.tuning_cache import Store
+
+PathLike = str | os.PathLike[str]
 
 
 def plan_together(control: Control, first: bool, make: Callable[[], Plan]) -> Plan:
@@ -42,23 +53,43 @@ def plan_for(
     mesh: DeviceMesh,
     routings: Sequence[Routing],
     buckets: Mapping[str, str],
-    given: Plan | Owners | None,
+    given: Plan | Owners | PathLike | None,
 ) -> Plan:
     """The plan for the matrices of ``model``, by what the user's store knows of this process's device.
 
     Args:
         buckets: parameter → what it travels with.
-        given: the caller's plan or owners, if there is one.
+        given: the caller's plan or owners, or the file of one, if there is any.
     """
     if isinstance(given, Plan):
         return given
     sizes = {name: model.get_parameter(name).element_size() for name in buckets}
     items = items_of(routings, buckets, sizes)
     like = torch.empty(0, dtype=model.get_parameter(routings[0].name).dtype, device=mesh.device_type)
-    costs = StepCosts(Store(), like.device, precision_name(resolve_precision("auto", like)))
-    if given is not None:
-        return plan_of_owners(given, items, mesh.size(), costs)
-    return make_plan(items, mesh.size(), costs, ranks_per_node=_ranks_per_node(mesh))
+    store = Store()
+    costs = StepCosts(store, like.device, precision_name(resolve_precision("auto", like)))
+
+    def make() -> Plan:
+        return make_plan(items, mesh.size(), costs, ranks_per_node=_ranks_per_node(mesh), store=store)
+
+    if given is None:
+        return make()
+    if isinstance(given, (str, os.PathLike)):
+        return plan_in_file(given, items, mesh.size(), make)
+    return plan_of_owners(given, items, mesh.size(), costs)
+
+
+def given_fact(plan: Plan | Owners | PathLike | None, names: Sequence[str], ranks: int) -> list[object]:
+    """What the ranks have to agree on before they take ``plan``.
+
+    Raises:
+        ValueError: it is for other names or another number of ranks.
+    """
+    if plan is None:
+        return []
+    if isinstance(plan, (str, os.PathLike)):
+        return [os.fspath(plan)]
+    return list(given_owners(plan, names, ranks).items())
 
 
 def _ranks_per_node(mesh: DeviceMesh) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dmuon.planner.bound import Bound, lower_bound
 from dmuon.planner.costs import StepCosts
+from dmuon.planner.file import plan_in_file
 from dmuon.planner.instance import Costs
 from dmuon.planner.items import Item, items_of
 from dmuon.planner.make import make_plan, plan_of_owners
@@ -23,6 +24,7 @@ __all__ = [
     "items_of",
     "lower_bound",
     "make_plan",
+    "plan_in_file",
     "plan_of_owners",
     "profile",
 ]

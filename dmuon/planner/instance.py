@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,6 +117,13 @@ class Instance:
         if self.memory_bytes is None:
             return np.ones(counts.shape[:-1], dtype=np.bool_)
         return self.memory(counts) <= self.memory_bytes
+
+    def key(self, *more: object) -> str:
+        """Equal for instances whose plans are equal, and for equal ``more``."""
+        items = [(item.name, item.stacks, item.bucket, item.itemsize) for item in self.items]
+        times = [table.times.tolist() for table in self.tables]
+        text = json.dumps([items, self.ranks, self.memory_bytes, self.shapes, self.tick_ms, times, more])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def separable(self) -> bool:

@@ -14,9 +14,10 @@ from dmuon.planner.effort import Effort, OutOfTime
 from dmuon.planner.greedy import greedy
 from dmuon.planner.instance import Costs, Instance
 from dmuon.planner.items import Item
-from dmuon.planner.plan import Owners, Plan, given_owners
+from dmuon.planner.plan import FORMAT, Owners, Plan, given_owners
 from dmuon.planner.schedule import batches_of
 from dmuon.planner.search import Found, improve
+from dmuon.tuning_cache import Store
 
 WHOLE = "whole items cannot fill the ranks evenly, in whatever combination"
 """Why a bound is above the even share where no single reason is."""
@@ -34,6 +35,7 @@ def make_plan(
     memory_bytes: int | None = None,
     method: Literal["best", "greedy"] = "best",
     time_limit_s: float = 30.0,
+    store: Store | None = None,
 ) -> Plan:
     """Choose an owner for each of ``items`` among ``ranks``, so that the busiest takes as little time as can be.
 
@@ -49,6 +51,7 @@ def make_plan(
         method: "greedy" takes the best of several greedy plans; "best" goes on where it leaves a gap.
         time_limit_s: a safeguard. The search ends by itself, after a few seconds at most; on a machine that takes
             longer than this, the plan is the greedy one, and says so.
+        store: where a plan that took a search is kept, and is found for equal input and costs.
 
     Raises:
         ValueError: no rank, equal names, ``ranks_per_node`` that does not divide ``ranks``, or an item that fits
@@ -62,17 +65,30 @@ def make_plan(
     starts = greedy(instance)
     if not starts:
         raise ValueError(_no_room(instance))
-    found, notes = Found(starts[0], bound.ms / instance.tick_ms, "greedy"), list[str]()
-    if method == "best" and instance.loads(found.assigned).max() > found.bound * (1 + TOLERANCE):
-        try:
-            found = improve(instance, starts, found.bound, TOLERANCE, Effort(time_limit_s))
-        except OutOfTime:
-            notes = [f"greedy: the search for a better plan was not done after {time_limit_s:g} s"]
-        except Exception as error:  # whatever the solver does, there is a plan
-            notes = [f"greedy: the solver failed ({type(error).__name__}: {error})"]
-    if found.bound * instance.tick_ms > bound.ms:
-        bound = replace(bound, ms=found.bound * instance.tick_ms, reason=bound.reason or WHOLE)
-    return _plan(instance, owners_of(instance, found.assigned, per_node), bound, found.method, notes)
+    found = Found(starts[0], bound.ms / instance.tick_ms, "greedy")
+
+    def planned(*notes: str) -> Plan:
+        least = bound
+        if found.bound * instance.tick_ms > bound.ms:
+            least = replace(bound, ms=found.bound * instance.tick_ms, reason=bound.reason or WHOLE)
+        owners = owners_of(instance, found.assigned, per_node)
+        return _plan(instance, owners, least, found.method, notes)
+
+    if method == "greedy" or instance.loads(found.assigned).max() <= found.bound * (1 + TOLERANCE):
+        return planned()
+    key = instance.key(FORMAT, per_node)
+    if store is not None and (kept := _kept(store, key)) is not None:
+        return kept
+    try:
+        found = improve(instance, starts, found.bound, TOLERANCE, Effort(time_limit_s))
+    except OutOfTime:
+        return planned(f"greedy: the search for a better plan was not done after {time_limit_s:g} s")
+    except Exception as error:  # whatever the solver does, there is a plan
+        return planned(f"greedy: the solver failed ({type(error).__name__}: {error})")
+    plan = planned()
+    if store is not None:
+        store.keep_plan(key, plan.to_json())
+    return plan
 
 
 def plan_of_owners(owners: Plan | Owners, items: Sequence[Item], ranks: int, costs: Costs) -> Plan:
@@ -106,6 +122,14 @@ def _plan(
         method,
         (*([bound.reason] if bound.reason else []), *notes),
     )
+
+
+def _kept(store: Store, key: str) -> Plan | None:
+    text = store.plan(key)
+    try:
+        return None if text is None else Plan.from_json(text)
+    except ValueError:
+        return None
 
 
 def _no_room(instance: Instance) -> str:

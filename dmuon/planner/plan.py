@@ -15,7 +15,7 @@ Owners = Mapping[str, int | tuple[int, ...]]
 """Parameter → its owner, or owners."""
 
 FORMAT = 1
-"""Of saved plans; raised when an older reader would misunderstand a newer file."""
+"""Of saved plans; raised when an older reader would misunderstand a newer file, or planning has changed."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from bench.planner_instances import Table, items_by_shape, random_instance
 from dmuon.autotune import Cost
 from dmuon.models import load_shapes, preset_names
-from dmuon.planner import Item, Plan, StepCosts, columns, items_of, make_plan, plan_of_owners, search
+from dmuon.planner import Item, Plan, StepCosts, columns, items_of, make, make_plan, plan_of_owners, search
 from dmuon.planner.bound import bound_of
 from dmuon.planner.effort import Effort, OutOfTime
 from dmuon.planner.instance import Instance
@@ -234,6 +237,30 @@ def test_memory_is_kept_to_by_every_method() -> None:
     plan = make_plan(given, ranks, costs, memory_bytes=limit)
     assert max(plan.memory) <= limit < max(free.memory)
     assert plan.makespan <= make_plan(given, ranks, costs, method="greedy", memory_bytes=limit).makespan
+
+
+def test_a_plan_that_took_a_search_is_kept_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, ranks, costs = random_instance(14)
+    store = Store(tmp_path / "tuning.db")
+    plan = make_plan(given, ranks, costs, store=store)
+    searched = []
+    improve = make.improve
+    monkeypatch.setattr(make, "improve", lambda *a: searched.append(1) or improve(*a))
+    assert make_plan(given, ranks, costs, store=store) == plan
+    assert not searched
+    # Any other input is another plan's.
+    slower = replace(costs, each=(*costs.each[:-1], costs.each[-1] * 1.5))
+    assert make_plan(given, ranks, slower, store=store).makespan != plan.makespan
+    make_plan(given, ranks, costs, store=store, ranks_per_node=8)
+    make_plan(given[1:], ranks, costs, store=store)
+    assert len(searched) == 3
+    # What somebody spoilt is made anew.
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("update plans set text = replace(text, '[0]', '[1]')")
+    assert make_plan(given, ranks, costs, store=store) == plan
+    assert len(searched) == 4
 
 
 def test_kinds_that_share_shapes_are_weighed_together() -> None:

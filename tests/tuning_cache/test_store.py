@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sample_trials import sample_trial
 
-from dmuon.tuning_cache import Store, default_path
+from dmuon.tuning_cache import Store, default_path, plans
 
 
 @pytest.fixture
@@ -28,6 +28,18 @@ def test_what_is_recorded_is_read_back_by_another_store(store):
     assert Store(store.path).trials() == trials
     store.record(trials[:2])
     assert store.trials() == trials
+
+
+def test_plans_are_kept_by_key_and_the_oldest_go(store, monkeypatch):
+    monkeypatch.setattr(plans, "KEPT", 3)
+    assert store.plan("none") is None
+    assert not store.path.exists()
+    for number in range(5):
+        store.keep_plan(f"key {number}", f"plan {number}")
+    store.keep_plan("key 3", "another")
+    assert [Store(store.path).plan(f"key {number}") for number in range(5)] == [
+        None, None, "plan 2", "another", "plan 4",
+    ]  # fmt: skip
 
 
 def test_filters(store):
@@ -140,7 +152,7 @@ def test_a_row_that_is_no_trial_is_skipped_with_one_warning_and_pruned(store):
 def test_health(store):
     store.record([sample_trial()])
     health = store.health()
-    assert (health.exists, health.writable, health.schema_version, health.rows) == (True, True, 2, 1)
+    assert (health.exists, health.writable, health.schema_version, health.rows) == (True, True, 3, 1)
     assert (health.integrity, health.problem, health.in_memory) == ("ok", None, False)
     assert health.size_bytes == store.path.stat().st_size
 

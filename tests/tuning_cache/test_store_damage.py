@@ -175,7 +175,7 @@ def test_an_old_store_is_migrated_with_its_rows(path, first):
     with store.claim("key", ttl=60):
         assert store.claimed("key")
     assert store.trials() == [sample_trial()]
-    assert store.health().schema_version == 2
+    assert store.health().schema_version == 3
 
 
 def test_a_failing_migration_leaves_the_file_as_it_was(path, monkeypatch):
@@ -191,7 +191,7 @@ def test_a_failing_migration_leaves_the_file_as_it_was(path, monkeypatch):
         patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, broken))
         with pytest.warns(StoreWarning, match="out of luck"):
             assert Store(path).trials() == []
-    assert Store(path).health().schema_version == 2
+    assert Store(path).health().schema_version == 3
     assert len(Store(path).trials()) == 3
 
 
@@ -202,7 +202,7 @@ def test_a_newer_store_is_not_touched(path):
     connection.close()
     content = path.read_bytes()
     store = Store(path)
-    with pytest.warns(StoreWarning, match="schema version 9 .* up to 2") as warned:
+    with pytest.warns(StoreWarning, match="schema version 9 .* up to 3") as warned:
         assert store.trials() == []
         store.record([sample_trial(m=5)])
         assert [trial.m for trial in store.trials()] == [5]
