@@ -38,6 +38,7 @@ from dmuon.models import ModelShapes
 from dmuon.ownership.link_costs import GroupCosts, LinkCosts
 from dmuon.ownership.probe import measure_network
 from dmuon.planner import items_of, plan_of_owners
+from dmuon.planner.costs import AROUND_BYTES
 from dmuon.simulator import (
     Cluster,
     Link,
@@ -49,7 +50,6 @@ from dmuon.simulator import (
     simulate,
     workload_of,
 )
-from dmuon.simulator.costs import MUON_BYTES
 
 TARGET = 0.25
 """By how much a simulated step may differ from the measured one."""
@@ -165,7 +165,7 @@ class MeasuredCosts(MachineCosts):
         self.batches = batches
 
     def cost(self, rows: int, cols: int, batch: int) -> Cost:
-        around = batch * rows * cols * MUON_BYTES / self.machine.memory_rate
+        around = batch * rows * cols * AROUND_BYTES / self.machine.memory_rate
         return Cost(1e3 * (self.batches[rows, cols, batch] + around), "measured")
 
 

@@ -75,8 +75,8 @@ def scenario_of(
     store_path: Path | None,
 ) -> Scenario:
     """The scenario on ``ranks`` ranks; costs are those in the store where it knows the machine's device."""
-    from dmuon.autotune import CostTable
     from dmuon.models import load_shapes
+    from dmuon.planner import StepCosts
     from dmuon.simulator import Cluster, MachineCosts, Network, Scenario, load_machine, workload_of
 
     store = open_store(store_path)
@@ -84,11 +84,11 @@ def scenario_of(
         described = load_machine(machine, gpus_per_node)
         network = Network(Cluster(described, ranks), hybrid)
         workload = workload_of(load_shapes(model))
-        table = CostTable(store, described.device, precision, coefficients)
+        measured = StepCosts(store, described.device, precision, coefficients)
     return Scenario(
         workload,
         network,
-        MachineCosts(described, precision, coefficients, table),
+        MachineCosts(described, precision, coefficients, measured),
         tokens,
         zero3=zero == "3",
     )

@@ -18,7 +18,8 @@ def assumptions(scenario: Scenario) -> tuple[str, ...]:
         "Each element of a weight is one multiply-add for each token, in every part of a model alike (vision, text, "
         f"actions); of a stack of experts at most {EXPERTS_PER_TOKEN} are used. Attention's scores, recomputation, "
         "accumulation, clipping, data loading and the host are not counted.",
-        f"An owner's Newton–Schulz: {scenario.costs.source}.",
+        f"An owner's Newton–Schulz: {scenario.costs.source}. Other Muons': operations at {machine.products:.0%} of the "
+        "peak, or bytes.",
         f"Other work of an optimizer reads and writes fp32 once, at {machine.memory_rate / 1e9:,.0f} GB/s.",
         f"A collective takes {machine.call * 1e6:g} µs and a hop for each step around its ring, "
         f"{machine.inside.hop * 1e6:g} µs in a node and {machine.across.hop * 1e6:g} µs between nodes; its bytes go at "

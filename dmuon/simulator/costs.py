@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dmuon.autotune import Cost, CostTable
+from dmuon.autotune import Cost
 from dmuon.autotune.costs import features
 from dmuon.kernels.choose import NSChoice, Problem, ProductChoice, heuristic_choice
 from dmuon.kernels.coefficients import CoefficientSet, resolve_coefficients
+from dmuon.planner import StepCosts
+from dmuon.planner.costs import AROUND_BYTES, AROUND_LAUNCHES
 from dmuon.simulator.machines import Machine
 
 WHOLE, HALF = ProductChoice("torch"), ProductChoice("triton")
@@ -15,10 +17,6 @@ WHOLE, HALF = ProductChoice("torch"), ProductChoice("triton")
 
 ADAMW_BYTES = 7 * 4
 """Of an element's step: weight, gradient and both averages read, all but the gradient written, in fp32."""
-
-MUON_BYTES = 7 * 4
-"""Of an element's step beside Newton–Schulz: gradient, momentum, weight and direction read, all but the gradient
-written, in fp32."""
 
 
 class MachineCosts:
@@ -28,7 +26,7 @@ class MachineCosts:
         machine: where.
         precision: of Newton–Schulz.
         coefficients: of Newton–Schulz.
-        table: what was measured on such a device; used if it holds anything.
+        measured: the steps of such a device; used if anything was measured there.
     """
 
     def __init__(
@@ -36,44 +34,45 @@ class MachineCosts:
         machine: Machine,
         precision: str,
         coefficients: str | CoefficientSet = "polar_express",
-        table: CostTable | None = None,
+        measured: StepCosts | None = None,
     ) -> None:
         self.machine, self.precision = machine, precision
         self.coefficients = resolve_coefficients(coefficients)
-        self._table = table if table is not None and table.calibrated else None
+        known = measured is not None and (measured.table.calibrated or measured.measured)
+        self._measured = measured if known else None
 
     @property
     def source(self) -> str:
         """Where the times of an owner's Newton–Schulz come from, in words."""
-        if self._table is not None:
-            return f"measured on {self.machine.device}, and near those shapes modelled on them"
+        if self._measured is not None:
+            return f"measured on {self.machine.device}, and modelled on that where it was not"
         return f"operations at {self.machine.products:.0%} of the peak, or bytes: no such device was measured"
 
     def cost(self, rows: int, cols: int, batch: int) -> Cost:
         """An owner's whole step of ``batch`` matrices in one batch: Newton–Schulz, and what surrounds it."""
-        around = self._elementwise(batch * rows * cols, MUON_BYTES)
-        if self._table is not None:
-            measured = self._table.ms(rows, cols, batch)
-            return Cost(measured.ms + around * 1e3, measured.source)
+        if self._measured is not None:
+            return self._measured.cost(rows, cols, batch)
         problem = self._problem(rows, cols, batch)
         choice = heuristic_choice(problem, self.coefficients)
         if problem.device.startswith("cuda") and self.precision in ("fp16", "bf16"):
             choice = replace(choice, gram=HALF, symmetric_product=HALF)
-        return Cost((self._iteration(problem, choice) + around) * 1e3, "default")
+        return Cost((self._iteration(problem, choice) + self._around(rows, cols, batch)) * 1e3, "default")
 
     def plain(self, rows: int, cols: int, *, half: bool = False) -> float:
         """Seconds of one matrix by standard Newton–Schulz, with whole products or with half ones."""
         product = HALF if half else WHOLE
         choice = NSChoice("standard", gram=product, symmetric_product=product)
         iteration = self._iteration(self._problem(rows, cols, 1), choice)
-        return iteration + self._elementwise(rows * cols, MUON_BYTES)
+        return iteration + self._around(rows, cols, 1)
 
     def adamw(self, elements: float) -> float:
         """Seconds of AdamW's step of ``elements``."""
-        return self._elementwise(elements, ADAMW_BYTES)
+        return elements * ADAMW_BYTES / self.machine.memory_rate
 
-    def _elementwise(self, elements: float, nbytes: int) -> float:
-        return elements * nbytes / self.machine.memory_rate
+    def _around(self, rows: int, cols: int, batch: int) -> float:
+        """Seconds of what surrounds Newton–Schulz: momentum, scaling, update."""
+        moved = batch * rows * cols * AROUND_BYTES / self.machine.memory_rate
+        return moved + AROUND_LAUNCHES * self.machine.launch
 
     def _problem(self, rows: int, cols: int, batch: int) -> Problem:
         m, n = sorted((rows, cols))

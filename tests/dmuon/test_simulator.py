@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dmuon.autotune import Cost
 from dmuon.models import load_shapes, shape_spec
 from dmuon.planner import items_of, plan_of_owners
 from dmuon.simulator import (
@@ -258,19 +260,24 @@ def test_thousands_of_ranks_take_seconds(strategy: str) -> None:
 
 
 def test_measured_costs_come_first() -> None:
-    class Table:
-        calibrated = True
+    @dataclass
+    class Steps:
+        """As StepCosts, which has measured whole steps of some shape if ``measured`` is not empty."""
 
-        def ms(self, rows: int, cols: int, batch: int) -> Any:
-            from dmuon.autotune import Cost
+        measured: dict[tuple[int, int], dict[int, float]]
+        table: Any = field(default_factory=lambda: SimpleNamespace(calibrated=False))
 
+        def cost(self, rows: int, cols: int, batch: int) -> Cost:
             return Cost(1234.0, "measured")
 
     toy = machine()
-    costs = MachineCosts(toy, "fp16", table=Table())  # type: ignore[arg-type]
-    assert costs.cost(100, 100, 1).source == "measured"
-    assert costs.cost(100, 100, 1).ms == pytest.approx(1234 + 1e4 * 28 / 1e9 * 1e3)
-    assert "measured" in costs.source and "no such device" in MachineCosts(toy, "fp16").source
+    known, unknown = Steps({(8, 8): {1: 1.0}}), Steps({})
+    costs = MachineCosts(toy, "fp16", measured=known)  # type: ignore[arg-type]
+    assert costs.cost(100, 100, 1) == Cost(1234.0, "measured") and costs.source.startswith(
+        "measured on cuda:toy"
+    )
+    costs = MachineCosts(toy, "fp16", measured=unknown)  # type: ignore[arg-type]
+    assert costs.cost(100, 100, 1).source == "default" and "no such device" in costs.source
 
 
 def test_modelled_costs_by_hand() -> None:
