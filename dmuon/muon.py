@@ -286,6 +286,10 @@ class Muon(torch.optim.Optimizer):
             fill_state(self, self._owned)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._owned is not None:
+            raise TypeError(
+                "the optimizer of an owned model cannot be copied or pickled: use its state_dict()"
+            )
         return {
             **super().__getstate__(),
             "_policy": self._policy,

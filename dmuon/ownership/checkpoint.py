@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import os
-import shutil
 import warnings
 from collections.abc import Container, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dmuon.muon import Muon
 from dmuon.names import listed
+from dmuon.ownership import checkpoint_folder
+from dmuon.ownership.checkpoint_folder import EXTRA
 from dmuon.ownership.control import Control
 from dmuon.ownership.registry import ownership_of
 from dmuon.state import STATE, check_loadable, fill_state
-
-EXTRA = "extra.pt"
-"""The file beside those of :mod:`torch.distributed.checkpoint`."""
 
 # Names are compared here, over all ranks. torch would object to a rank that has nothing of a model.
 _LENIENT = StateDictOptions(strict=False)
@@ -76,25 +75,21 @@ def save_checkpoint(
             raises a ``torch.distributed.checkpoint`` exception.
     """
     path, ranks = Path(path).absolute(), _ranks(model)
-    partial = path.with_name(path.name + ".partial")
 
     def prepare() -> tuple[bytes, dict[str, Any]]:
         packed, state = _pack(extra), _state_of(model, optimizer)
         if _is_first():
-            _check_target(path)
-            _remove(partial)
-            partial.mkdir(parents=True)
+            checkpoint_folder.start(path)
         return packed, state
 
     packed, state = ranks.together(prepare, "save_checkpoint")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(state, storage_writer=FileSystemWriter(partial))
+        save(state, storage_writer=FileSystemWriter(checkpoint_folder.partial_of(path)))
 
     def commit() -> None:
         if _is_first():
-            _write(partial / EXTRA, packed)
-            _replace(path, partial)
+            checkpoint_folder.finish(path, packed)
 
     ranks.together(commit, "save_checkpoint")
 
@@ -127,7 +122,7 @@ def load_checkpoint(
     """
     ranks = _ranks(model)
     found = ranks.from_first(
-        ranks.together(lambda: _find(Path(path).absolute()) if _is_first() else None, "load_checkpoint")
+        ranks.together(lambda: _open(Path(path).absolute()) if _is_first() else None, "load_checkpoint")
     )
     if found is None:
         raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)}")
@@ -140,9 +135,7 @@ def load_checkpoint(
         return _state_of(model, optimizer, metadata.state_dict_metadata), extra
 
     state, extra = ranks.together(prepare, "load_checkpoint")
-    flat = _flat(state)
-    names = set().union(*ranks.gather(list(flat)))
-    ranks.together(lambda: _check_names(names, flat, metadata, list(state), strict), "load_checkpoint")
+    _check_names(state, metadata, ranks, strict)
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         ours = state["optimizer"].pop("param_groups")
@@ -215,43 +208,45 @@ def _state_of(model: nn.Module, optimizer: Muon | None, saved: Container[str] = 
         owned = ownership_of(model)
         # Before torch asks: it would make a first step where there is no state at all.
         fill_state(optimizer, owned)
-        found = get_optimizer_state_dict(model, optimizer, options=_LENIENT)
-        frozen = {
+        found: Any = get_optimizer_state_dict(model, optimizer, options=_LENIENT)
+        kept = {
             parameter
             for group, named in zip(optimizer.param_groups, found["param_groups"], strict=True)
             for parameter, name in zip(group["params"], named["params"], strict=True)
             if any(f"optimizer.state.{name}.{key}" in saved for key in STATE[group["algorithm"]])
         }
-        fill_state(optimizer, owned, frozen)
+        fill_state(optimizer, owned, frozen=kept)
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_LENIENT)
     return state
 
 
-def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    """By the names on the disk."""
+def _check_names(state: dict[str, Any], metadata: Metadata, ranks: Control, strict: bool) -> None:
+    """Compare what all ranks have with what is saved of the parts that ``state`` has."""
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state)
-    return planner.state_dict
+    flat = planner.state_dict  # by the names on the disk
+    saved = {name: v for name, v in metadata.state_dict_metadata.items() if name.split(".")[0] in state}
+    # One byte for each saved name, as an integer, instead of every rank's names to every rank.
+    here = int.from_bytes(bytes(name in flat for name in saved), "big")
+    every = ranks.gather((here, sorted(flat.keys() - saved.keys())))
+    somewhere = reduce(or_, (mask for mask, _ in every)).to_bytes(len(saved), "big")
+    missing = sorted({name for _, names in every for name in names})
+    unexpected = sorted(name for name, found in zip(saved, somewhere, strict=True) if not found)
+    ranks.together(lambda: _refuse(flat, saved, missing, unexpected, strict), "load_checkpoint")
 
 
-def _check_names(
-    names: set[str], flat: Mapping[str, Any], metadata: Metadata, parts: list[str], strict: bool
+def _refuse(
+    flat: Mapping[str, Any], saved: Mapping[str, Any], missing: list[str], unexpected: list[str], strict: bool
 ) -> None:
-    saved = metadata.state_dict_metadata
-    present = {name for name in saved if name.split(".")[0] in parts}
-    missing, unexpected = sorted(names - present), sorted(present - names)
     if strict and (missing or unexpected):
         raise ValueError(
             f"the checkpoint is of another model or optimizer: it lacks {listed(missing) or 'none'} and has "
             f"{listed(unexpected) or 'none'} too many; strict=False loads what both have"
         )
-    for name in flat.keys() & present:
+    for name in flat.keys() & saved.keys():
         entry, value = saved[name], flat[name]
-        if (
-            isinstance(entry, TensorStorageMetadata)
-            and isinstance(value, Tensor)
-            and entry.size != value.shape
-        ):
+        tensors = isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor)
+        if tensors and entry.size != value.shape:
             raise ValueError(
                 f"{name} is {tuple(entry.size)} in the checkpoint, but {tuple(value.shape)} here"
             )
@@ -274,6 +269,11 @@ def _read(folder: Path, state: dict[str, Any], strict: bool) -> None:
         load(state, storage_reader=FileSystemReader(folder), planner=planner)
 
 
+def _open(path: Path) -> tuple[Path, Metadata] | None:
+    folder = checkpoint_folder.find(path)
+    return None if folder is None else (folder, FileSystemReader(folder).read_metadata())
+
+
 def _pack(extra: Mapping[str, Any] | None) -> bytes:
     if not isinstance(extra, (Mapping, type(None))):
         raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
@@ -287,58 +287,3 @@ def _pack(extra: Mapping[str, Any] | None) -> bytes:
             f"extra must hold numbers, strings, tensors and containers of these: {error}"
         ) from error
     return buffer.getvalue()
-
-
-def _find(path: Path) -> tuple[Path, Metadata] | None:
-    """The checkpoint at ``path``, or the one that :func:`_replace` had moved away when it was interrupted."""
-    for folder in (path, _old(path)):
-        if (folder / ".metadata").is_file():
-            return folder, FileSystemReader(folder).read_metadata()
-    return None
-
-
-def _check_target(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is a file; a checkpoint is a folder")
-    for entry in path.iterdir() if path.exists() else ():
-        if entry.name not in (".metadata", EXTRA) and entry.suffix != ".distcp":
-            raise FileExistsError(
-                f"{path} holds {entry.name!r}, which is no part of a checkpoint and would be lost: choose another path"
-            )
-
-
-def _replace(path: Path, partial: Path) -> None:
-    old = _old(path)
-    _synchronize(partial)
-    if path.exists():
-        _remove(old)
-        path.rename(old)
-    partial.rename(path)
-    _synchronize(path.parent)
-    _remove(old)
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(path.name + ".old")
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _synchronize(folder: Path) -> None:
-    """Make what was created and renamed in ``folder`` outlast a power cut, where folders can be synchronised."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

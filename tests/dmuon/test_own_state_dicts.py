@@ -232,6 +232,7 @@ def optimizers() -> dict[str, Any]:
     dist.all_gather_object(every, state)
     found["another's"] = outcome(lambda: optimizer.load_state_dict(every[1 - rank]))
     found["none"] = outcome(lambda: optimizer.load_state_dict(state if rank else None))
+    found["pickled"] = outcome(lambda: copy.deepcopy(optimizer))
     found["kept"] = all(torch.equal(before[n], m) for n, m in momenta().items())
     # Trains on after loading, too.
     with torch.autocast("cpu", torch.bfloat16):
@@ -250,6 +251,7 @@ def test_momenta_keep_the_masters_dtype() -> None:
         assert found["same"] and found["owned"] and found["kept"] and found["moves"]
         assert found["dtypes"] == {torch.float32} and found["shown"] == {torch.bfloat16}
         assert "was on another rank when this state dict was made" in found["another's"]
+        assert "cannot be copied or pickled: use its state_dict()" in found["pickled"]
         assert found["none"].startswith("TypeError" if rank == 0 else "RuntimeError"), found["none"]
         assert "state_dict must be a dict, got NoneType" in found["none"]
 
