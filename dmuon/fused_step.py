@@ -56,7 +56,7 @@ class FusedSteps:
         if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # The host makes the table, which a graph of the whole step would not repeat.
             return None
-        addresses = _addresses(update, 0, update.matrix.batch)
+        addresses = _addresses(update, 0, min(update.matrix.batch, 2))  # the others are as far apart
         step = Step(
             arch,
             update.matrix.rows,
@@ -124,14 +124,12 @@ class FusedSteps:
 
 
 def _addresses(update: Update, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Of gradient, momentum and weight of matrices ``start`` to ``stop``."""
-    views = [update.matrix.view(tensor) for tensor in (update.gradient, update.momentum, update.parameter)]
-    firsts = [view.data_ptr() for view in views]
-    strides = [view.stride(0) * view.element_size() for view in views]
-    return [
-        (firsts[0] + k * strides[0], firsts[1] + k * strides[1], firsts[2] + k * strides[2])
-        for k in range(start, stop)
-    ]
+    """Of gradient, momentum and weight of matrices ``start`` to ``stop``, which are contiguous."""
+    matrix, tensors = update.matrix, (update.gradient, update.momentum, update.parameter)
+    first, apart = matrix.start * matrix.cols, update.parameter.numel() // matrix.batch
+    (g, g_size), (b, b_size), (w, w_size) = ((each.data_ptr(), each.itemsize) for each in tensors)
+    offsets = [first + k * apart for k in range(start, stop)]
+    return [(g + k * g_size, b + k * b_size, w + k * w_size) for k in offsets]
 
 
 def _is_plain(tensor: Tensor) -> bool:
