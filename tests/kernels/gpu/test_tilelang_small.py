@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -232,15 +233,40 @@ def test_no_spills(arch: str, m: int, config: dict[str, Any]) -> None:
     assert used.local_bytes == 0 and used.blocks_per_sm, used
 
 
+HARMLESS = {
+    "barrier": (
+        # What each product of a step's polynomial ends with, since the next statement may overwrite its operands.
+        "R R of the first segment: another comes before anything is written",
+        "R R of the second segment: another comes before anything is written",
+        "that other one, where Q was not laid over R: R R's suffices",
+        "R R of the second segment's second step: another comes before anything is written",
+        # Between a segment and the panels of the next, and between panels.
+        "after the first Q: one comes after a panel is scaled, before Q is read",
+        "after the second Q: likewise",
+        "before a panel of the second segment: threads scale what they have copied themselves",
+        "before a panel of the last segment: likewise",
+        "before X of the second segment is made: its last readers have passed the panel's first barrier",
+        "before X of the last segment is made: likewise",
+        "at the end",
+    ),
+    "copy wait": ("at the end: what is still under way are zeros beyond X",),
+}
+"""What can be dropped without an access out of order, which the interpreter sees whatever the schedule. TileLang lays
+buffers over each other as it likes, so that in other configurations most of it is needed."""
+
+
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)
 def test_mutants_are_noticed() -> None:
-    """Dropped waits and barriers, one in three of them."""
+    """Dropped waits, commits and barriers. Three stages, of which none is waited for by all; four warps, which share
+    operands; five panels, so that slots are used again."""
 
     def passes(binary: Binary) -> None:
         for seed in (None, 1):
-            check_integers("sm_80", NARROW, 25, 43, 3, (1,), True, seed=seed, binary=binary)
+            check_integers("sm_80", MIDDLE, 49, 136, 3, (1,), True, seed=seed, binary=binary)
 
-    X, out = matrices(2, 25, 43, "fp16", by_columns=True), matrices(2, 25, 43, "fp16")
+    X, out = matrices(2, 49, 136, "fp16", by_columns=True), matrices(2, 49, 136, "fp16")
     call = call_of(X, out, "fp16", steps=POLAR.steps[:3], restarts=(1,))
-    lived = survivors(compiled(SMALL.spec(call, NARROW, ARCHS["sm_80"])), passes, *SYNCHRONISATION, every=3)
-    assert not lived, "\n".join(map(str, lived))
+    lived = survivors(compiled(SMALL.spec(call, MIDDLE, ARCHS["sm_80"])), passes, *SYNCHRONISATION)
+    harmless = Counter({kind: len(reasons) for kind, reasons in HARMLESS.items()})
+    assert Counter(mutant.kind for mutant in lived) <= harmless, "\n".join(map(str, lived))
