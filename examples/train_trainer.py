@@ -28,7 +28,7 @@ from dmuon.models.presets import preset_config
 CONTEXT = 64
 SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-MUON = {"lr": 0.02, "adamw_lr": 4e-3, "weight_decay": 0.1}
+MUON = {"lr": 0.02, "weight_decay": 0.1, "adamw_lr": 4e-3, "adamw_betas": (0.9, 0.95)}
 
 
 def build() -> LlamaForCausalLM:
