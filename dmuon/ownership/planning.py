@@ -64,7 +64,9 @@ def plan_for(
     if isinstance(given, Plan):
         return given
     sizes = {name: model.get_parameter(name).element_size() for name in buckets}
-    items = items_of(routings, buckets, sizes)
+    # In the order in which buckets are published: what is in no block comes first.
+    places = {bucket: place for place, bucket in enumerate(sorted(dict.fromkeys(buckets.values()), key=bool))}
+    items = sorted(items_of(routings, buckets, sizes), key=lambda item: places[item.bucket])
     like = torch.empty(0, dtype=model.get_parameter(routings[0].name).dtype, device=mesh.device_type)
     store = Store()
     costs = StepCosts(store, like.device, precision_name(resolve_precision("auto", like)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from own_models import HOW, batch, build, difference, loss_of, mesh_of, wrap
 from own_processes import outcome, run_ranks
 
 import dmuon
+from dmuon import matrix_step
 from dmuon.autotune import Cost
+from dmuon.batching import Piece, Update, batches
 from dmuon.ownership import planning
 from dmuon.ownership.control import Control
 from dmuon.planner import Plan
@@ -66,6 +69,34 @@ def test_ranks_with_different_timings_make_one_plan(tmp_path: Path) -> None:
     assert "ranks disagree on the plan" in first["mismatch"]
     assert first["failure"].startswith("ValueError: memory_bytes: ")
     assert second["failure"] == f"RuntimeError: dmuon.own failed on rank 0: {first['failure']}"
+
+
+def batches_run() -> dict[str, Any]:
+    """What a rank's step puts together, in its order, and what the plan says."""
+    model = build()
+    owned = wrap(model, mesh_of())
+    optimizer = dmuon.Muon(model, **HOW)
+    tokens, targets = batch(0, 4)
+    loss_of(model(tokens), targets).backward()
+    names = {id(master): name for name, master in owned.masters.items()}
+    run = []
+
+    def recorded(updates: Sequence[Update]) -> Iterator[list[Piece]]:
+        for pieces in batches(updates):
+            shape = pieces[0].update.matrix.rows, pieces[0].update.matrix.cols
+            run.append((tuple((names[id(each.update.parameter)], each.count) for each in pieces), *shape))
+            yield pieces
+
+    matrix_step.batches = recorded  # type: ignore[assignment]
+    optimizer.step()
+    planned = owned.plan.batches[dist.get_rank()]
+    return {"run": run, "planned": [(each.pieces, each.rows, each.cols) for each in planned]}
+
+
+def test_ranks_run_the_batches_that_the_plan_says() -> None:
+    for rank in run_ranks(2, batches_run):
+        assert len(rank["run"]) > 1
+        assert rank["run"] == rank["planned"]
 
 
 ROWS = 12
