@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, overload
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from dmuon.adamw import step_adamw
 from dmuon.batching import Update
+from dmuon.current import check_current
 from dmuon.groups import Matrices, check_options, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
 from dmuon.matrix_step import MatrixStep, momentum_of
+from dmuon.ownership.absent import is_owned
 from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy
 from dmuon.slots import slots_of_model
@@ -134,7 +137,9 @@ class Muon(torch.optim.Optimizer):
         self._matrices: dict[Tensor, Matrices] = {}
         self._matrix_step = MatrixStep(self._rules)
         self._owned = ownership_of(model_or_params) if isinstance(model_or_params, nn.Module) else None
+        self._model: ref[nn.Module] | None = None
         if isinstance(model_or_params, nn.Module):
+            self._model = ref(model_or_params)
             model_or_params = self._route(model_or_params)
         elif isinstance(model_or_params, (str, Mapping)) or not isinstance(model_or_params, Iterable):
             raise TypeError(
@@ -180,6 +185,10 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         groups, matrices = split_group(param_group, self.defaults, self._matrices, self._policy)
+        if self._owned is None and any(map(is_owned, matrices)):
+            raise ValueError(
+                "some of the parameters are owned: give the optimizer the whole model, dmuon.Muon(model)"
+            )
         before = len(self.param_groups)
         try:
             for group in groups:
@@ -212,12 +221,14 @@ class Muon(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: a gradient is sparse; no parameter has been changed then.
+            RuntimeError: a gradient is sparse, or the model has got other parameters since the optimizer was built;
+                no parameter has been changed then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_current(None if self._model is None else self._model(), self.param_groups, self._owned)
         if self._owned is not None:
             self._owned.finish()
         self._check_gradients()
@@ -301,7 +312,7 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         # torch calls this on loading a state dict, too.
         if "_matrices" in state:
-            self._matrix_step, self._owned = MatrixStep(self._rules), None
+            self._matrix_step, self._owned, self._model = MatrixStep(self._rules), None, None
 
     def _before_load(
         self, momenta: dict[Tensor, Tensor], _: torch.optim.Optimizer, state_dict: dict[str, Any]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 _METADATA: frozenset[Any] = frozenset(
     {
         *(getattr(Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement", "stride")),
-        *(getattr(Tensor, name) for name in ("storage_offset", "element_size", "is_contiguous", "__len__")),
+        *(getattr(Tensor, name) for name in ("storage_offset", "element_size", "__len__")),
         *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device", "is_shared")),
         *(getattr(Tensor, name) for name in ("requires_grad_", "retain_grad", "register_hook")),
         *(getattr(Tensor, name) for name in ("register_post_accumulate_grad_hook", "is_set_to")),

@@ -160,7 +160,8 @@ class Bucket:
                     matrix.parameter,
                     matrix.absent,
                     f"the values of {matrix.name!r} are not here: they come while {user} runs. Call {user}, not its "
-                    f"parts, or read owned.masters[{matrix.name!r}] on rank {matrix.owner}",
+                    f"parts, or read owned.masters[{matrix.name!r}] on rank {matrix.owner}; give fully_shard "
+                    "ignored_params=owned.params",
                 )
 
     @torch.no_grad()

@@ -1,0 +1,59 @@
+"""Whether an optimizer still has the parameters that its model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from dmuon.ownership.absent import is_owned
+
+if TYPE_CHECKING:
+    from dmuon.ownership.owned import Owned
+
+_LAST = "Build the optimizer last: after dmuon.own, fully_shard, and whatever moves or replaces parameters"
+
+
+def check_current(model: nn.Module | None, groups: Sequence[dict[str, Any]], owned: Owned | None) -> None:
+    """Raise rather than leave alone what only seems to have no gradient.
+
+    Args:
+        model: that the optimizer was built from, if any.
+        groups: of the optimizer.
+        owned: the ownership of the model when the optimizer was built.
+
+    Raises:
+        RuntimeError: a parameter without a gradient has been owned since, or is not in the model any more.
+    """
+    idle = [
+        (name, parameter)
+        for group in groups
+        for name, parameter in zip(group.get("param_names", group["params"]), group["params"], strict=True)
+        if parameter.grad is None and not (owned is not None and parameter in owned.params)
+    ]
+    for name, parameter in idle:
+        if is_owned(parameter):
+            raise RuntimeError(
+                f"parameter {_named(name)} has been owned since the optimizer was built, which would never update "
+                f"it. {_LAST}"
+            )
+    if model is None or not (gone := _missing(model, idle)):
+        return
+    from dmuon.ownership.sharded import reshard
+
+    reshard(model)
+    if gone := _missing(model, idle):
+        raise RuntimeError(
+            f"parameter {_named(gone[0])} is not in the model any more: it has been wrapped or replaced since the "
+            f"optimizer was built, which would never update it. {_LAST}"
+        )
+
+
+def _missing(model: nn.Module, idle: Sequence[tuple[Any, Tensor]]) -> list[Any]:
+    present = set(model.parameters()) if idle else set()
+    return [name for name, parameter in idle if parameter not in present]
+
+
+def _named(name: Any) -> str:
+    return repr(name) if isinstance(name, str) else f"of shape {tuple(name.shape)}"
