@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dmuon.ownership.meta import listed
+from dmuon.names import listed
 from dmuon.ownership.owned import Owned
 from dmuon.ownership.registry import require_ownership
 from dmuon.ownership.sharded import reshard
@@ -63,19 +63,13 @@ def materialize(model: nn.Module, init: Callable[[nn.Module], object] | None = N
         _allocate(model, device, owned)
     due = {name: tensor for name, tensor in _tensors(model).items() if name in owned.unset}
     whole = Whole(model, owned, due.values())
-    error: Exception | None = None
-    try:
+
+    def run() -> None:
         with torch.no_grad(), torch.device(device), whole:
             (init or _reset_parameters)(model)
         whole.keep()
-    except Exception as raised:
-        error = raised
-    reason = None if error is None else f"{type(error).__name__}: {error}"
-    for rank, failure in enumerate(owned.control.gather(reason)):
-        if error is None and failure is not None:
-            raise RuntimeError(f"init failed on rank {rank}: {failure}")
-    if error is not None:
-        raise error
+
+    owned.control.together(run, "init")
     found = _tensors(model)
     replaced = [
         n for n, tensor in due.items() if isinstance(tensor, nn.Parameter) and found.get(n) is not tensor

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dmuon.names import listed
 from dmuon.ownership.absent import placeholder
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ def require_values(owned: Owned, modules: Iterable[nn.Module]) -> None:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def check(module: nn.Module, args: Any) -> None:
-        mine = [
+        mine = {
             name for name, master in owned.masters.items() if name in owned.unset and master.isnan().all()
-        ]
-        found = {name for names in owned.control.gather(mine) for name in names}
+        }
+        found = set().union(*owned.control.gather(mine))
         missing = [name for name in owned.parameters if name in found]
         if missing:
             raise RuntimeError(
@@ -43,10 +44,3 @@ def require_values(owned: Owned, modules: Iterable[nn.Module]) -> None:
             handle.remove()
 
     handles = [module.register_forward_pre_hook(check, prepend=True) for module in dict.fromkeys(modules)]
-
-
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first few, with the number of the others."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from dmuon.ownership.owned import Owned
+from dmuon.ownership.runtime import tensors_in
+from dmuon.ownership.sharded import shard_of
 from dmuon.shards import local
 
 # Questions about a parameter that its placeholder answers as well.
@@ -56,7 +58,7 @@ class Whole(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
-        tensors = list(_tensors_in((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         needed = [t for t in tensors if t in self._module and (t in self._names or isinstance(t, DTensor))]
         if any(tensor not in self._whole for tensor in needed):
             self.keep({self._module[tensor] for tensor in needed})
@@ -72,9 +74,7 @@ class Whole(TorchFunctionMode):
         for parameter in [p for p in self._whole if self._module[p] not in modules]:
             whole = self._whole.pop(parameter)
             if isinstance(parameter, DTensor):
-                placed = (parameter.device_mesh, parameter.placements)
-                shard = distribute_tensor(whole.detach(), *placed, src_data_rank=None)
-                local(parameter).copy_(shard.to_local())
+                local(parameter).copy_(shard_of(whole, parameter).to_local())
 
     def _make(self, parameter: Tensor) -> Tensor:
         """``parameter`` whole, with the values that it has; NaN where it has none."""
@@ -94,17 +94,6 @@ class Whole(TorchFunctionMode):
             (owner,) = self._owned.plan.owners[name]
             dist.broadcast(whole.detach(), src=owner)
         return whole
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors among a function's arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
 
 
 def _replaced(value: Any, others: Mapping[Tensor, Tensor]) -> Any:
