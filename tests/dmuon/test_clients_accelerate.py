@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from client_ranks import pretend_launched, shard_on_cpu
 from own_models import HOW, batch, build, difference, loss_of
 from own_processes import outcome, run_ranks
 
@@ -19,25 +19,13 @@ pytest.importorskip("accelerate", reason="needs pip install dmuon[clients]")
 
 
 def accelerator_on_cpu(**options: Any) -> Any:
-    """An Accelerator that shards; on a CPU it would replicate."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    """An Accelerator that shards; two micro-batches a step."""
+    from accelerate import Accelerator
 
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
+    pretend_launched()
     wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
-    settings = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, **wrapped, **options}
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    PartialState().distributed_type = DistributedType.FSDP
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
-    return accelerator
+    shard_on_cpu({"fsdp_version": 2, "cpu_ram_efficient_loading": False, **wrapped, **options})
+    return Accelerator(cpu=True, gradient_accumulation_steps=2)
 
 
 def train(reshard: bool) -> dict[str, float]:
@@ -95,7 +83,7 @@ def train(reshard: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_loop_of_accelerate_equals_one_process(reshard: bool) -> None:
     for found in run_ranks(2, train, reshard, timeout=120):
         assert max(found.values()) < 1e-12, found
