@@ -140,8 +140,8 @@ def measure(rank: int, setting: Setting, store: str, results: Any) -> None:
     )
     made: list[DelayedRoutes] = []
 
-    def delayed(*args: Any) -> DelayedRoutes:
-        made.append(DelayedRoutes(make_routes(*args), setting.delay_s))
+    def delayed(*args: Any, **kwargs: Any) -> DelayedRoutes:
+        made.append(DelayedRoutes(make_routes(*args, **kwargs), setting.delay_s))
         return made[0]
 
     mesh = init_device_mesh("cpu", (setting.ranks,))

@@ -28,8 +28,9 @@ from dmuon.ownership.statistics import Statistics
 class TwoLevelRoutes:
     """Exchange among all ranks of a mesh of (replicate, shard): nodes by ranks. Construction is collective.
 
-    Reductions, and each lane of publications, have a group inside the node and one across nodes. The legs of one
-    exchange follow each other in a worker thread for each pair, on CUDA on a stream, so that nobody waits between them.
+    Reductions, and each lane of publications, have a group inside the node and one across nodes, and for each group a
+    worker thread, on CUDA a stream: the two legs of an exchange follow each other without the host, and beside one
+    exchange's second leg the next one's first is under way.
 
     Args:
         mesh: of two dimensions, with ranks in ascending order.
@@ -69,30 +70,35 @@ class TwoLevelRoutes:
         }
         self.lanes = lanes
         chain = StreamChain if mesh.device_type == "cuda" else ThreadChain
-        self._publications, self._reductions = [chain() for _ in range(lanes)], chain()
+        self._publications, self._reductions = [chain(2) for _ in range(lanes)], chain(2)
 
     def publish(self, flat: Tensor, sizes: Sequence[int], lane: int = 0) -> Pending:
         """Fill ``flat`` on every rank: consecutive parts of ``sizes``, from the ranks of ``order``."""
         by_local = self._by_local(sizes)
         mine = self._local_part(flat, by_local)
 
-        def legs() -> Tensor:
+        def across(flat: Tensor) -> Tensor:
             self._publish_across[lane].publish(mine, by_local[self._local]).wait()
+            return flat
+
+        def inside(flat: Tensor) -> Tensor:
             return self._publish_in[lane].publish(flat, [sum(parts) for parts in by_local]).wait()
 
-        return self._publications[lane].run(legs, (flat,))
+        return self._publications[lane].run([across, inside], flat)
 
     def reduce(self, packed: Tensor, sizes: Sequence[int]) -> Pending:
         """Send the parts of ``packed`` to the ranks of ``order``; the result's rows, (any, own size), add up."""
         by_local = self._by_local(sizes)
         wide = torch.promote_types(packed.dtype, torch.float32)
 
-        def legs() -> Tensor:
-            inside = self._reduce_in.reduce(packed, [sum(parts) for parts in by_local]).wait()
-            summed = inside.sum(0, dtype=wide)
+        def inside(packed: Tensor) -> Tensor:
+            rows = self._reduce_in.reduce(packed, [sum(parts) for parts in by_local]).wait()
+            return rows.sum(0, dtype=wide)
+
+        def across(summed: Tensor) -> Tensor:
             return self._reduce_across.reduce(summed, by_local[self._local]).wait()
 
-        return self._reductions.run(legs, (packed,))
+        return self._reductions.run([inside, across], packed)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of ``value`` over all ranks, in place."""
@@ -109,12 +115,15 @@ class TwoLevelRoutes:
         return flat[start : start + sum(by_local[self._local])]
 
 
+Leg = Callable[[Tensor], Tensor]
+"""A part of an exchange: takes what the one before it brought."""
+
+
 @dataclass(frozen=True, eq=False)
 class Chained:
-    """Legs under way one after the other; as :class:`~dmuon.ownership.routes.Transfer`."""
+    """Legs under way one after the other; as :class:`~dmuon.ownership.exchange.Transfer`."""
 
     future: Future[Tensor]
-    buffers: tuple[Tensor, ...]
 
     @property
     def done(self) -> bool:
@@ -127,63 +136,82 @@ class Chained:
 
 
 class ThreadChain:
-    """Runs legs one after the other, in the order in which they are handed in, beside the caller.
+    """Runs exchanges of several legs beside the caller: the legs of each one after the other, and each leg in the
+    order in which the exchanges are handed in, while others' further legs are under way.
 
-    Once legs have failed, all later ones do: they would meet other ranks' earlier ones.
+    Once a leg has failed, the same one of all later exchanges does: it would meet other ranks' earlier ones.
+
+    Args:
+        legs: how many each exchange has.
     """
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[_Legs | None] = SimpleQueue()
-        # A daemon: a process whose main thread fails must end, so that its peers notice, whatever a leg waits for.
-        thread = Thread(target=_serve, args=(self._queue,), name="dmuon", daemon=True)
-        thread.start()
-        finalize(self, _stop, self._queue, thread)
+    def __init__(self, legs: int) -> None:
+        self._queues: list[SimpleQueue[_Entry | None]] = [SimpleQueue() for _ in range(legs)]
+        # Daemons: a process whose main thread fails must end, so that its peers notice, whatever a leg waits for.
+        threads = [Thread(target=_serve, args=(queue,), name="dmuon", daemon=True) for queue in self._queues]
+        for thread in threads:
+            thread.start()
+        finalize(self, _stop, self._queues, threads)
 
-    def run(self, legs: Callable[[], Tensor], buffers: tuple[Tensor, ...]) -> Chained:
-        """Start ``legs``, which use ``buffers``."""
+    def run(self, legs: Sequence[Leg], start: Tensor) -> Chained:
+        """Start ``legs``, the first of them on ``start``."""
         future: Future[Tensor] = Future()
-        self._queue.put((legs, future))
-        return Chained(future, buffers)
+        future.set_result(start)
+        for queue, leg in zip(self._queues, legs, strict=True):
+            before, future = future, Future()
+            queue.put((leg, before, future))
+        return Chained(future)
 
 
-_Legs = tuple[Callable[[], Tensor], "Future[Tensor]"]
+_Entry = tuple[Leg, "Future[Tensor]", "Future[Tensor]"]
 
 
-def _serve(queue: SimpleQueue[_Legs | None]) -> None:
+def _serve(queue: SimpleQueue[_Entry | None]) -> None:
+    """Run one leg of all exchanges."""
     failure: BaseException | None = None
     while (entry := queue.get()) is not None:
-        legs, future = entry
+        leg, before, after = entry
         try:
             if failure is not None:
                 raise RuntimeError(f"an earlier exchange has failed: {failure}") from failure
-            future.set_result(legs())
+            after.set_result(leg(before.result()))
         except BaseException as error:
             failure = failure or error
-            future.set_exception(error)
-        # Do not keep buffers until the next legs come.
-        del entry, legs, future
+            after.set_exception(error)
+        # Do not keep buffers until the next exchange comes.
+        del entry, leg, before, after
 
 
-def _stop(queue: SimpleQueue[_Legs | None], thread: Thread) -> None:
+def _stop(queues: Sequence[SimpleQueue[_Entry | None]], threads: Sequence[Thread]) -> None:
     """Also at exit: legs under way get a moment, for a thread that wakes up in a dying interpreter aborts it."""
-    queue.put(None)
-    if thread is not current_thread():
-        thread.join(timeout=5.0)
+    for queue in queues:
+        queue.put(None)
+    for thread in threads:
+        if thread is not current_thread():
+            thread.join(timeout=5.0 / len(threads))
 
 
 class StreamChain:
-    """The same on a CUDA stream: the host only enqueues."""
+    """The same on CUDA streams, one for each leg: the host only enqueues.
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    Args:
+        legs: how many each exchange has.
+    """
 
-    def run(self, legs: Callable[[], Tensor], buffers: tuple[Tensor, ...]) -> Transfer:
-        """Enqueue ``legs`` after what the current stream has been given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            result = legs()
-            event = self._stream.record_event()
-        return Transfer([_Awaited(event)], (*buffers, result))
+    def __init__(self, legs: int) -> None:
+        self._streams = [torch.cuda.Stream() for _ in range(legs)]  # type: ignore[no-untyped-call]
+
+    def run(self, legs: Sequence[Leg], start: Tensor) -> Transfer:
+        """Enqueue ``legs`` after what the current stream has been given so far, the first of them on ``start``."""
+        buffers, before = [start], torch.cuda.current_stream().record_event()
+        for stream, leg in zip(self._streams, legs, strict=True):
+            # What a leg allocates may be memory that the current stream has just given back.
+            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_event(before)
+            with torch.cuda.stream(stream):
+                buffers.append(leg(buffers[-1]))
+                before = stream.record_event()
+        return Transfer([_Awaited(before)], tuple(buffers))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from itertools import accumulate
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -184,19 +185,39 @@ def test_measured_costs_decide() -> None:
 
 
 def test_legs_that_fail_surface_and_end_those_after_them() -> None:
-    chain = ThreadChain()
-    ran = []
+    chain, ran = ThreadChain(2), []
 
-    def fail() -> Tensor:
+    def fail(x: Tensor) -> Tensor:
         raise ValueError("a leg broke")
 
-    good = chain.run(lambda: torch.ones(1), ())
-    bad = chain.run(fail, ())
-    late = chain.run(lambda: ran.append(1) or torch.ones(1), ())
-    assert good.wait() == 1
+    def note(x: Tensor) -> Tensor:
+        ran.append(x.item())
+        return x + 1
+
+    good = chain.run([note, note], torch.tensor(1))
+    bad = chain.run([note, fail], torch.tensor(10))
+    late = chain.run([note, note], torch.tensor(20))
+    assert good.wait() == 3
     assert outcome(bad.wait) == "ValueError: a leg broke"
     assert outcome(late.wait) == "RuntimeError: an earlier exchange has failed: a leg broke"
-    assert bad.done and late.done and not ran
+    assert bad.done and late.done and 21 not in ran
+    assert outcome(ThreadChain(2).run([fail, note], torch.tensor(30)).wait) == "ValueError: a leg broke"
+
+
+def test_a_first_leg_does_not_wait_for_earlier_second_legs() -> None:
+    chain, begun = ThreadChain(2), Event()
+
+    def begin(x: Tensor) -> Tensor:
+        begun.set()
+        return x
+
+    def wait(x: Tensor) -> Tensor:
+        assert begun.wait(20)
+        return x
+
+    first = chain.run([lambda x: x, wait], torch.tensor(1))
+    second = chain.run([begin, lambda x: x], torch.tensor(2))
+    assert (first.wait(), second.wait()) == (1, 2)
 
 
 def measured_once(cache: str) -> dict[str, Any]:
