@@ -65,7 +65,9 @@ class FusedSteps:
             precision_name(gradient.dtype),
             precision_name(working),
             update.group["nesterov"],
-            aligned=all(address % 16 == 0 for each in addresses for address in each),
+            # A gradient may lie anywhere in a bucket of DDP's.
+            state_aligned=all(address % 16 == 0 for each in addresses for address in each[:2]),
+            weights_aligned=all(weight % 16 == 0 for _, _, weight in addresses),
         )
         if step not in self._served:
             self._served[step] = _load(step)

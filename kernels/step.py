@@ -46,7 +46,8 @@ class Step:
         grad_dtype: of gradients, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         dtype: working precision, ``"fp16"`` or ``"bf16"``.
         nesterov: whether the update looks ahead by one momentum step.
-        aligned: whether gradients, momenta and weights all start at multiples of 16 bytes.
+        state_aligned: whether gradients and momenta all start at multiples of 16 bytes.
+        weights_aligned: whether weights do.
     """
 
     arch: Arch
@@ -56,7 +57,8 @@ class Step:
     grad_dtype: str
     dtype: str
     nesterov: bool
-    aligned: bool
+    state_aligned: bool
+    weights_aligned: bool
 
     def specs(self) -> list[KernelSpec]:
         """Every kernel that :meth:`run` could launch around the iteration's own.
@@ -107,13 +109,13 @@ class Step:
 
     def _prepare(self, table: int, partials: int, result: Matrices) -> PrepareCall:
         dtypes = self.grad_dtype, self.weight_dtype
-        return PrepareCall(table, partials, result, *dtypes, self.aligned, self.nesterov)
+        return PrepareCall(table, partials, result, *dtypes, self.state_aligned, self.nesterov)
 
     def _update(self, table: int, Q: Matrices, X: Matrices, shift: float) -> UpdateCall:
-        return UpdateCall(table, Q, X, shift, self.weight_dtype, self.aligned)
+        return UpdateCall(table, Q, X, shift, self.weight_dtype, self.weights_aligned)
 
     def _move(self, table: int, direction: Matrices) -> MoveCall:
-        return MoveCall(table, direction, self.weight_dtype, self.aligned)
+        return MoveCall(table, direction, self.weight_dtype, self.weights_aligned)
 
     def _guard(self, values: Tensor, counter: Tensor) -> None:
         """The last Q tells of X too: a row of X that is not finite makes its own square in R, and so in Q, not."""
@@ -133,7 +135,7 @@ def step_specs(m: int, n: int, dtype: str, arch: Arch) -> list[KernelSpec]:
     """
     sides = dict.fromkeys(((m, n), (n, m)))
     steps = [
-        Step(arch, *each, weight, weight, dtype, nesterov=True, aligned=True)
+        Step(arch, *each, weight, weight, dtype, nesterov=True, state_aligned=True, weights_aligned=True)
         for each in sides
         for weight in ("fp32", "bf16")
     ]
