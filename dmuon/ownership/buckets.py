@@ -161,7 +161,7 @@ class Bucket:
                     matrix.absent,
                     f"the values of {matrix.name!r} are not here: they come while {user} runs. Call {user}, not its "
                     f"parts, or read owned.masters[{matrix.name!r}] on rank {matrix.owner}; give fully_shard "
-                    "ignored_params=owned.params",
+                    "ignored_params=owned.params, and initialise a model from the meta device by dmuon.materialize",
                 )
 
     @torch.no_grad()

@@ -283,6 +283,7 @@ def refusals() -> dict[str, Any]:
     found["seeds"] = outcome(lambda: dmuon.materialize(model))
     torch.manual_seed(0)
     model.to_empty(device="cpu")
+    found["plain init"] = outcome(model.mixer.reset_parameters)
     for norm in (*(block.norm for block in model.blocks), model.average):
         norm.reset_parameters()
     found["emptied"] = outcome(lambda: model(tokens))
@@ -341,6 +342,7 @@ def test_what_has_no_values_is_named() -> None:
     assert "meta" in first["forward"] and "to_empty" in first["forward"]
     assert first["optimizer"].startswith("ValueError: parameter 'embedding.weight' is on the meta device")
     assert first["seeds"].startswith("ValueError: the ranks' random states differ")
+    assert "from the meta device by dmuon.materialize" in first["plain init"]
     never = "came from the meta device and never got values: call dmuon.materialize(model)"
     names = [f"blocks.{k}.{layer}.weight" for k in range(3) for layer in ("up", "down")]
     assert f"{', '.join(map(repr, names[:5]))} and 2 more {never}" in first["emptied"]
