@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import heapq
 
 import numpy as np
 
@@ -54,17 +54,14 @@ def counts_of(instance: Instance, owners: dict[str, tuple[int, ...]]) -> Counts:
 
 
 def _over_nodes(kept: Counts, ranks_per_node: int) -> list[int]:
-    """For each rank the row it takes, so that nodes keep about the same: the heaviest row to the lightest node.
-
-    Nodes start at different places, so that equal rows, which own the same kinds, are spread over the places, too.
-    """
-    nodes = -(-len(kept) // ranks_per_node)
-    rows: dict[int, list[int]] = defaultdict(list)
-    weights = np.zeros(nodes)
-    room = [min(ranks_per_node, len(kept) - node * ranks_per_node) for node in range(nodes)]
-    for row in np.argsort(-kept, kind="stable"):
-        open_nodes = [node for node in range(nodes) if len(rows[node]) < room[node]]
-        node = min(open_nodes, key=lambda node: (weights[node], node))
-        rows[node].append(int(row))
-        weights[node] += kept[row]
-    return [row for node in range(nodes) for row in np.roll(rows[node], node).tolist()]
+    """For each rank the row it takes, so that nodes keep about the same: the heaviest row to the lightest node."""
+    rows: list[list[int]] = [[] for _ in range(len(kept) // ranks_per_node)]
+    lightest = [(0, node) for node in range(len(rows))]
+    for row in map(int, np.argsort(-kept, kind="stable")):
+        weight, node = lightest[0]
+        rows[node].append(row)
+        if len(rows[node]) < ranks_per_node:
+            heapq.heapreplace(lightest, (weight + int(kept[row]), node))
+        else:
+            heapq.heappop(lightest)
+    return [row for each in rows for row in each]

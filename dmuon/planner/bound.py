@@ -47,13 +47,14 @@ def bound_of(instance: Instance) -> Bound:
     if not instance.items:
         return Bound(0.0, 0.0)
     share = _divided(instance, np.inf) / instance.ranks
-    costliest, crowd = largest(instance), crowded(instance)
+    alone, crowd = _alone(instance), _crowded(instance)
+    costliest = float(alone.max())
     batches = _least(instance, max(share, costliest, crowd[0]))
     ticks = max(share, costliest, crowd[0], batches)
     reason = ""
     if ticks > share * (1 + 1e-9):
         if ticks == costliest:
-            kind = instance.kinds[int(np.argmax(_alone(instance)))]
+            kind = instance.kinds[int(np.argmax(alone))]
             reason = f"no rank can take less than one of {_named(instance, kind)}, which has one owner"
         elif ticks == crowd[0]:
             reason = _crowd_reason(instance, crowd[1])
@@ -62,23 +63,16 @@ def bound_of(instance: Instance) -> Bound:
     return Bound(ticks * instance.tick_ms, share * instance.tick_ms, reason)
 
 
-def unit_costs(instance: Instance, limit: float) -> NDArray[np.float64]:
-    """Of each shape, the least ticks per unit in any number of units that takes ``limit`` at most; else infinite."""
-    least = []
-    for table in instance.tables:
-        each = table.times[1:] / np.arange(1, len(table.times))
-        least.append(np.min(each, where=table.times[1:] <= limit, initial=np.inf))
-    return np.array(least, dtype=np.float64)
+def _shares(instance: Instance) -> NDArray[np.float64]:
+    """Of each kind, the least ticks that an item can add to those with which it shares batches."""
+    units = [(table.times[1:] / np.arange(1, len(table.times))).min() for table in instance.tables]
+    shares: NDArray[np.float64] = instance.per_item @ np.array(units)
+    return shares
 
 
-def largest(instance: Instance) -> float:
-    """Ticks of the costliest item."""
-    return float(_alone(instance).max())
-
-
-def crowded(instance: Instance) -> tuple[float, int]:
+def _crowded(instance: Instance) -> tuple[float, int]:
     """Ticks of the bound by counting, and its k."""
-    each = np.repeat(instance.per_item @ unit_costs(instance, np.inf), instance.counts)
+    each = np.repeat(_shares(instance), instance.counts)
     descending = np.concatenate([[0.0], np.cumsum(np.sort(each)[::-1])])
     k = np.arange(1, (len(each) - 1) // instance.ranks + 1)
     if not len(k):
@@ -122,7 +116,7 @@ def _alone(instance: Instance) -> NDArray[np.float64]:
 
 
 def _crowd_reason(instance: Instance, k: int) -> str:
-    each = instance.per_item @ unit_costs(instance, np.inf)
+    each = _shares(instance)
     crowd, found = [], 0
     for kind in np.argsort(-each, kind="stable"):
         crowd += instance.kinds[kind]
