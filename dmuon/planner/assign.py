@@ -54,7 +54,10 @@ def counts_of(instance: Instance, owners: dict[str, tuple[int, ...]]) -> Counts:
 
 
 def _over_nodes(kept: Counts, ranks_per_node: int) -> list[int]:
-    """For each rank the row it takes, so that nodes keep about the same: the heaviest row to the lightest node."""
+    """For each rank the row it takes, so that nodes keep about the same: the heaviest row to the lightest node.
+
+    Nodes start at different places, so that equal rows, which own the same kinds, are spread over the places, too.
+    """
     rows: list[list[int]] = [[] for _ in range(len(kept) // ranks_per_node)]
     lightest = [(0, node) for node in range(len(rows))]
     for row in map(int, np.argsort(-kept, kind="stable")):
@@ -64,4 +67,4 @@ def _over_nodes(kept: Counts, ranks_per_node: int) -> list[int]:
             heapq.heapreplace(lightest, (weight + int(kept[row]), node))
         else:
             heapq.heappop(lightest)
-    return [row for each in rows for row in each]
+    return [row for node, each in enumerate(rows) for row in np.roll(each, node).tolist()]
