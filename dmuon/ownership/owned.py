@@ -222,6 +222,7 @@ class Owned:
 
     def zero_grad(self) -> None:
         """Drop all owned gradients, those under way included. ``Muon.zero_grad`` does it. Collective."""
+        self._reducer.stepped = False
         self.finish()
         for master in self.masters.values():
             master.grad = None
@@ -243,6 +244,7 @@ class Owned:
         with self.statistics.phase("update"):
             for master in run(sorted(updates, key=lambda update: self._publisher.place(update.parameter))):
                 self._publisher.moved(master)
+        self._reducer.stepped = True
         if self._debug:
             self.check_consistency()
 

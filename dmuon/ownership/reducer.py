@@ -8,6 +8,7 @@ since a step adds up all its rounds it does not matter in which of them a gradie
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -37,6 +38,8 @@ class Reducer:
         self._complete = [False] * len(buckets)
         self._next, self._rounds, self._open = len(buckets) - 1, 0, False
         self.synchronizing = True
+        self.stepped = False
+        """Whether there was a step since gradients were last dropped."""
 
     def arrived(self, index: int, matrix: OwnedMatrix) -> None:
         """A gradient of ``matrix``, of bucket ``index``, has accumulated."""
@@ -88,12 +91,20 @@ class Reducer:
         self._send_until(rounds)
         while self._pending:
             self._absorb_oldest()
+        added = False
         for matrix, anywhere in zip(matrices, arrived, strict=True):
             if matrix.master is not None and matrix.total is not None and anywhere:
                 total = matrix.total.to(matrix.master.dtype)
+                added = added or matrix.master.grad is not None
                 matrix.master.grad = total if matrix.master.grad is None else matrix.master.grad + total
             matrix.total, matrix.arrived = None, False
         self._rounds, self._open = 0, False
+        if added and self.stepped:
+            warnings.warn(
+                "owned gradients were added to those of the last step, which nobody dropped: call "
+                "optimizer.zero_grad(), since model.zero_grad() does not reach them",
+                stacklevel=2,
+            )
 
     def _needed_rounds(self) -> int:
         """How many whole rounds send everything that this rank has."""

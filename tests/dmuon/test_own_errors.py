@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -142,3 +143,26 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     with pytest.raises(AssertionError) as error:
         run_ranks(2, killed, timeout=45)
     assert str(error.value).startswith("rank 1: died")
+
+
+def leave_gradients() -> list[list[str]]:
+    """What is warned of in a second step, after gradients were dropped in each way."""
+    model = build()
+    wrap(model, mesh_of())
+    optimizer = dmuon.Muon(model, **HOW)
+    found = []
+    for drop in (optimizer.zero_grad, model.zero_grad):
+        for step in range(2):
+            tokens, targets = batch(step, 2)
+            loss_of(model(tokens), targets).backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            drop()
+        found.append([str(warning.message) for warning in caught])
+    return found
+
+
+def test_gradients_that_are_left_from_the_last_step_are_warned_of() -> None:
+    for right, wrong in run_ranks(2, leave_gradients):
+        assert not right and len(wrong) == 1 and "call optimizer.zero_grad()" in wrong[0]
