@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from threading import Event
@@ -32,7 +34,7 @@ from dmuon.ownership.link_costs import (
 )
 from dmuon.ownership.probe import fit, known_network, measure_network
 from dmuon.ownership.routes import FlatRoutes
-from dmuon.ownership.two_level import ThreadChain, TwoLevelRoutes
+from dmuon.ownership.two_level import StreamChain, ThreadChain, TwoLevelRoutes
 
 MB = 2**20
 SIZES = ([5, 5, 5, 5], [7, 0, 3, 1], [0, 0, 9, 0], [1, 2, 3, 4])
@@ -377,3 +379,48 @@ def test_legs_under_way_end_with_the_script(tmp_path: Path) -> None:
 def test_a_script_that_fails_ends_while_legs_wait_for_others(tmp_path: Path) -> None:
     ranks, errors = run_script(tmp_path, "fail")
     assert ranks[0].returncode != 0 and "ValueError: the script's own" in errors
+
+
+class Stream:
+    """Stands in for torch.cuda.Stream: notes what it waits for."""
+
+    names = iter("abcdefgh")
+
+    def __init__(self, log: list[str]) -> None:
+        self.name, self.log = next(self.names), log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        return f"what {self.name} has"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_on_streams_legs_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    current = [Stream(log)]
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+
+    def leg(x: Tensor) -> Tensor:
+        log.append(f"{current[-1].name} runs on {x.item()}")
+        return x + 1
+
+    pending = StreamChain(2).run([leg, leg], torch.tensor(1))
+    assert pending.wait() == 3 and [x.item() for x in pending.buffers] == [1, 2, 3]
+    assert log == [
+        "b waits for a", "b waits for what a has", "b runs on 1",
+        "c waits for a", "c waits for what b has", "c runs on 2",
+        "a waits for what c has",
+    ]  # fmt: skip
