@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -190,7 +190,7 @@ def stepped_by_torch(weights: list[nn.Parameter], **options: Any) -> list[nn.Par
     return copies
 
 
-def check_close(weights: list[nn.Parameter], expected: list[nn.Parameter]) -> None:
+def check_close(weights: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """To a hundredth of a step at a rate of 0.1: both are rounded to fp16 on the way, in one form or the other."""
     for weight, other in zip(weights, expected, strict=True):
         assert torch.equal(weight.isnan(), other.isnan())
@@ -273,6 +273,20 @@ def test_one_matrix_at_a_time(gpu: Gpu, method: str) -> None:
     one_step(weights)
     check_close(weights, expected)
     assert len(gpu.launched) == 2 + 3 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.case(row="N6")
+def test_odd_shapes(gpu: Gpu) -> None:
+    """Rows and columns, sizes that fill no vector, parts of a tile; convolutions too."""
+    shapes = [(1, 1), (1, 8), (9, 1), (5, 3), (33, 70), (6, 2, 3, 3)]
+    weights = [parameter(*shape, seed=k, dtype=torch.float32) for k, shape in enumerate(shapes)]
+    expected = stepped_by_torch(weights)
+    gpu.use(graphs=False)
+    one_step(weights)
+    for weight, other in zip(weights, expected, strict=True):
+        check_close([weight.flatten(1)], [other.flatten(1)])
+    assert len(gpu.launched) == 5 * len(shapes)
 
 
 def test_gradients_that_lie_anywhere(gpu: Gpu) -> None:

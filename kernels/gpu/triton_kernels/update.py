@@ -14,7 +14,7 @@ from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch
 from dmuon.kernels.gpu.calls import Matrices, ProductCall
 from dmuon.kernels.gpu.triton_kernels.apply import APPLY
 
-_LARGE = {"block_m": 128, "block_n": 128, "block_k": 32, "warps": 8, "stages": 3, "group": 8}
+_LARGE = {"block_m": 128, "block_n": 128, "block_k": 64, "warps": 8, "stages": 3, "group": 8}
 _SMALL = {"block_m": 64, "block_n": 64, "block_k": 32, "warps": 4, "stages": 3, "group": 8}
 
 
