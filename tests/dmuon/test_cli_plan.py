@@ -125,9 +125,13 @@ def test_bars_are_as_tall_as_the_loads(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     document = json.loads(invoke("plan", "gpt2", "--ranks", 8, "--html", path, "--json").stdout)
     [loads, *_] = re.findall(r"<svg viewBox.*?</svg>", path.read_text(encoding="utf-8"), re.DOTALL)
-    tall = [
-        float(rect.get("height", 0)) for rect in ElementTree.fromstring(loads).findall("rect[@class='bar']")
-    ]
+    chart = ElementTree.fromstring(loads)
+    tall = [float(rect.get("height", 0)) for rect in chart.findall("rect[@class='bar']")]
+    lines = [float(line.get("y1", 0)) for line in chart.findall("line[@class='grid']")]
+    [mark] = chart.findall("line[@class='mark']")
+    assert max(tall) == pytest.approx(max(lines) - min(lines))
+    share = document["plan"]["share_ms"] / document["plan"]["makespan_ms"]
+    assert (max(lines) - float(mark.get("y1", 0))) / max(tall) == pytest.approx(share, abs=1e-3)
     expected = document["plan"]["loads_ms"]
     assert [each / max(tall) for each in tall] == pytest.approx(
         [each / max(expected) for each in expected], abs=1e-3
