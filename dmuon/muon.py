@@ -221,9 +221,14 @@ class Muon(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: a gradient is sparse, or the model has got other parameters since the optimizer was built;
-                no parameter has been changed then.
+            RuntimeError: a gradient is sparse, the model has got other parameters since the optimizer was built, or
+                a GradScaler takes the step of an owned model; no parameter has been changed then.
         """
+        if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "a GradScaler can neither unscale the gradients of owned parameters nor see an Inf in them: "
+                "compute in bf16 (compute_dtype of dmuon.own), which needs no scaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -244,6 +249,11 @@ class Muon(torch.optim.Optimizer):
             for _ in self._matrix_step.run(updates):
                 pass
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler hands over what it knows: then an owned model's step notices the scaler."""
+        return self._owned is not None
 
     def nonfinite(self) -> int:
         """How many matrices were moved so far by an update with NaN or Inf in it.

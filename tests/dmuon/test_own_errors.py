@@ -166,3 +166,24 @@ def leave_gradients() -> list[list[str]]:
 def test_gradients_that_are_left_from_the_last_step_are_warned_of() -> None:
     for right, wrong in run_ranks(2, leave_gradients):
         assert not right and len(wrong) == 1 and "call optimizer.zero_grad()" in wrong[0]
+
+
+def scale() -> list[str]:
+    """A GradScaler's step: with and without unscaling before it, and switched off."""
+    found = []
+    for unscale, enabled in ((False, True), (True, True), (False, False)):
+        model = build(dtype=torch.float32)
+        wrap(model, mesh_of())
+        optimizer, scaler = dmuon.Muon(model), torch.amp.GradScaler("cpu", enabled=enabled)
+        tokens, targets = batch(0, 2)
+        scaler.scale(loss_of(model(tokens), targets)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        found.append(outcome(lambda: scaler.step(optimizer)))  # noqa: B023 - called at once
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    for at_once, unscaled, off in run_ranks(2, scale):
+        assert "compute in bf16" in at_once and at_once == unscaled and not off, (at_once, unscaled, off)
