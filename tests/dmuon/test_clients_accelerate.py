@@ -28,24 +28,24 @@ def accelerator_on_cpu(**options: Any) -> Any:
     return Accelerator(cpu=True, gradient_accumulation_steps=2)
 
 
-def train(reshard: bool) -> dict[str, float]:
+def train(reshard: bool, replicas: int = 1) -> dict[str, float]:
     """Four micro-batches, two a step, beside one process; then the last step again, from a checkpoint."""
+    from accelerate import ParallelismConfig
     from torch.distributed.fsdp import FSDPModule
 
     from dmuon.integrations.accelerate import shard
 
-    accelerator, rank, ranks = (
-        accelerator_on_cpu(reshard_after_forward=reshard),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    accelerator = accelerator_on_cpu(reshard_after_forward=reshard)
+    if replicas > 1:
+        parallelism = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=ranks // replicas)
+        accelerator.state.parallelism_config = parallelism
+        accelerator.state.device_mesh = parallelism.build_device_mesh("cpu")
     model = build()
     reference = copy.deepcopy(model)
     owned = shard(model, accelerator)
-    assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == [
-        "",
-        *(f"blocks.{k}" for k in range(3)),
-    ]
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert sharded == ["", "blocks.0", "blocks.1", "blocks.2"]
     model, optimizer = accelerator.prepare(model, dmuon.Muon(model, **HOW))
     alone = dmuon.Muon(reference, **HOW)
 
@@ -83,9 +83,16 @@ def train(reshard: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_loop_of_accelerate_equals_one_process(reshard: bool) -> None:
-    for found in run_ranks(2, train, reshard, timeout=120):
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "replicas"),
+    [
+        (2, True, 1),
+        pytest.param(2, False, 1, marks=pytest.mark.slow),
+        pytest.param(4, True, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_of_accelerate_equals_one_process(ranks: int, reshard: bool, replicas: int) -> None:
+    for found in run_ranks(ranks, train, reshard, replicas, timeout=120):
         assert max(found.values()) < 1e-12, found
 
 
