@@ -52,6 +52,8 @@ def html_report(scenario: Scenario, comparison: Comparison, scaling: Sequence[Co
     planned = comparison.of("planned")
     plan, cluster = planned.plan, scenario.network.cluster
     assert plan is not None
+    # Far above the bars, the line would leave nothing to see of them.
+    capacity, crowded = cluster.machine.memory, max(planned.memory) > cluster.machine.memory / 2
     classes = [f"s{k}" for k in range(len(STRATEGIES))]
     rows = {STRATEGIES[each.strategy]: _parts(each) for each in comparison.simulations}
     series = {
@@ -70,9 +72,9 @@ def html_report(scenario: Scenario, comparison: Comparison, scaling: Sequence[Co
         f"<ul>{notes}</ul>" if notes else "",
         svg.bars(planned.loads, "load of each rank", _time, plan.share / 1e3),
         "<h2>Memory of each rank</h2>",
-        "<p>Weights, gradients, state and what is there in passing, without activations; the line marks what a device "
-        "has.</p>",
-        svg.bars(planned.memory, "memory of each rank", _gigabytes, cluster.machine.memory),
+        "<p>Weights, gradients, state and what is there in passing, without activations. A device has "
+        f"{_gigabytes(capacity)}{', where the line is' if crowded else ''}.</p>",
+        svg.bars(planned.memory, "memory of each rank", _gigabytes, capacity if crowded else None),
         "<h2>A step of the plan</h2>",
         f"<p>From the end of one optimizer step to the end of the next: {_time(planned.step)}. Hover to see what is "
         "what.</p>",
