@@ -19,14 +19,20 @@ from dmuon.ownership.routes import FlatRoutes, Routes
 from dmuon.ownership.two_level import TwoLevelRoutes
 
 
-def slowest(run: Callable[[], object]) -> float:
-    """Seconds of ``run``, on the rank that takes longest."""
+def crossed() -> int:
+    """Bytes that this node's end of the link has sent and received so far."""
+    counters = Path("/sys/class/net/link0/statistics")
+    return sum(int((counters / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
+
+
+def measured(run: Callable[[], object]) -> tuple[float, int]:
+    """Seconds of ``run``, on the rank that takes longest, and bytes that cross the link meanwhile."""
     dist.barrier()
-    start = time.perf_counter()
+    start, before = time.perf_counter(), crossed()
     run()
     taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()
+    return taken.item(), crossed() - before
 
 
 def exchanges(routes: Routes, elements: int) -> dict[str, Callable[[], object]]:
@@ -65,15 +71,15 @@ def main(rank: int, nodes: int, ranks_per_node: int, elements: int, rounds: int,
         # One rank of a node alone, else several share the link.
         alone = name == "local" or rank % ranks_per_node == 0
         runs[name] = lambda e=exchange, p=parts, alone=alone: alone and e.publish(flat, p, "broadcast").wait()
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    samples: dict[str, list[tuple[float, int]]] = {name: [] for name in runs}
     for done in range(rounds + 1):
         for name, run in runs.items():
-            seconds = slowest(run)
+            sample = measured(run)
             if done:  # the first round warms up
-                samples[name].append(seconds)
+                samples[name].append(sample)
     if rank == 0:
-        seconds = {name: median(each) for name, each in samples.items()}
-        (folder / "result.json").write_text(json.dumps(seconds))
+        result = {name: tuple(map(median, zip(*each, strict=True))) for name, each in samples.items()}
+        (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
     # Some builds abort now and then when the interpreter ends with gloo loaded.

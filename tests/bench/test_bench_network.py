@@ -30,6 +30,10 @@ def test_two_levels_beat_flat_routes(network: Any) -> None:
     local, link = (float(rate) for rate in re.findall(r"(?:carries|link) ([0-9.]+)", printed)[:2])
     assert 0.05 < link <= 0.11 and local > 3 * link
     assert "pass" in printed, printed
+    (crossed,) = re.findall(r"two levels *│.*│ *([0-9.]+) │", printed)
+    (least,) = re.findall(r"least that can cross: ([0-9.]+) MB", printed)
+    # TCP's headers and acknowledgements are on the wire, too.
+    assert float(least) <= float(crossed) < 1.15 * float(least), printed
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert "dmuon-" not in listed
 
