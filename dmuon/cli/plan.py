@@ -18,7 +18,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.argument("model")
 @click.option("--ranks", type=click.IntRange(1, 65536), required=True, help="How many ranks own matrices.")
 @scenario_options
-@click.option("--out", type=_FILE, metavar="FILE", help="Write the plan as JSON, for dmuon.own(plan=...).")
+@click.option("--out", type=_FILE, metavar="FILE", help="Write the plan as JSON, for dmuon.own(plan=FILE).")
 @click.option("--html", type=_FILE, metavar="FILE", help="Write a report: one page that needs no network.")
 @click.option(
     "--png", type=_FILE, metavar="FILE", help="Write the report's charts as a picture (matplotlib)."
