@@ -87,16 +87,25 @@ def materialize(model: nn.Module, init: Callable[[nn.Module], object] | None = N
 
 @torch.no_grad()
 def _allocate(model: nn.Module, device: torch.device, owned: Owned) -> None:
-    """Memory for all that is on the meta device and not owned; what is elsewhere keeps its values."""
+    """Memory for all on the meta device that is not owned. What is elsewhere keeps its values; ties stay."""
+    names: dict[Tensor, list[str]] = {}
+    for each in (model.named_parameters, model.named_buffers):
+        for name, tensor in each(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
     kept = {
-        name: tensor.detach()
-        for name, tensor in _tensors(model).items()
-        if not tensor.is_meta and name not in owned.parameters
+        first: tensor.detach()
+        for tensor, (first, *_) in names.items()
+        if not tensor.is_meta and first not in owned.parameters
     }
     model.to_empty(device=device)
     after = _tensors(model)
     for name, tensor in kept.items():
         local(after[name]).copy_(local(tensor))
+    # FSDP keeps ties; where nothing is sharded yet, each name has got a tensor of its own.
+    for first, *others in names.values():
+        for other in others:
+            module, _, leaf = other.rpartition(".")
+            setattr(model.get_submodule(module), leaf, after[first])
 
 
 def _reset_parameters(model: nn.Module) -> None:

@@ -142,22 +142,31 @@ def test_has_the_weights_of_a_single_process(ranks: int, nodes: int) -> None:
         }
 
 
-def own_init(tied: bool) -> dict[str, Any]:
+def own_init(tied: bool, shard_first: bool) -> dict[str, Any]:
     reference = Net(tied)
     with torch.no_grad():
         seeded(reference.init_weights)
-    model = on_meta(tied=tied)
-    owned = wrap(model, mesh_of(), compute_dtype=torch.bfloat16)
-    seeded(lambda: dmuon.materialize(model, lambda net: net.init_weights()))
+    model, mesh = on_meta(tied=tied), mesh_of()
+    owned = dmuon.own(model, mesh, compute_dtype=torch.bfloat16)
+
+    def shard() -> None:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, ignored_params=owned.params)
+
+    def give_values() -> None:
+        seeded(lambda: dmuon.materialize(model, lambda net: net.init_weights()))
+
+    for act in (shard, give_values) if shard_first else (give_values, shard):
+        act()
     return {
         "differing": differing(model, owned, reference),
         "tied": model.head.weight is model.embedding.weight,
     }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_any_init_runs_as_in_a_single_process(tied: bool) -> None:
-    for result in run_ranks(3, own_init, tied):
+@pytest.mark.parametrize(("tied", "shard_first"), [(False, True), (True, True), (True, False)])
+def test_any_init_runs_as_in_a_single_process(tied: bool, shard_first: bool) -> None:
+    for result in run_ranks(3, own_init, tied, shard_first):
         assert result == {"differing": [], "tied": tied}
 
 
