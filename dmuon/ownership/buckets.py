@@ -29,6 +29,7 @@ class OwnedMatrix:
     stop: int
     view: Tensor
     absent: Tensor
+    absence: str
     master: nn.Parameter | None = None
     unsent: Tensor | None = None
     total: Tensor | None = None
@@ -57,7 +58,7 @@ class OwnedMatrix:
                 f"owned parameter {self.name!r} was given other data since dmuon.own: it was {then}, is {now}. "
                 "Convert, move and resize the model before dmuon.own; see its compute_dtype for other dtypes"
             )
-        if self.parameter._version != self._version:
+        if type(self.parameter) is not AbsentParameter and self.parameter._version != self._version:
             raise RuntimeError(
                 f"owned parameter {self.name!r} was written to, but holds a copy that the next publication replaces: "
                 f"write to owned.masters[{self.name!r}] on rank {self.owner}, then call owned.refresh() on all ranks"
@@ -109,6 +110,7 @@ class Bucket:
         device = next(iter(parameters.values())).device
         self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
         self.matrices: list[OwnedMatrix] = []
+        user = f"module {name!r}" if name else "the model"
         stop = 0
         for each in names:
             parameter = parameters[each]
@@ -116,7 +118,12 @@ class Bucket:
             view = self.flat[start:stop].view(parameter.shape)
             holder = module.get_submodule(each.rpartition(".")[0].removeprefix(name).removeprefix("."))
             absent = placeholder(parameter.shape, dtype, device)
-            matrix = OwnedMatrix(each, parameter, holder, owners[each], start, stop, view, absent)
+            why = (
+                f"the values of {each!r} are not here: they come while {user} runs. Call {user}, not its parts, or "
+                f"read owned.masters[{each!r}] on rank {owners[each]}; give fully_shard ignored_params=owned.params, "
+                "and initialise a model from the meta device by dmuon.materialize"
+            )
+            matrix = OwnedMatrix(each, parameter, holder, owners[each], start, stop, view, absent, why)
             if matrix.owner == rank:
                 matrix.master = nn.Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
             self.matrices.append(matrix)
@@ -153,16 +160,9 @@ class Bucket:
 
     def hide(self) -> None:
         """Let the parameters see nothing; the buffer stays as it is."""
-        user = f"module {self.name!r}" if self.name else "the model"
         for matrix in self.matrices:
-            if not isinstance(matrix.parameter, AbsentParameter):
-                hide(
-                    matrix.parameter,
-                    matrix.absent,
-                    f"the values of {matrix.name!r} are not here: they come while {user} runs. Call {user}, not its "
-                    f"parts, or read owned.masters[{matrix.name!r}] on rank {matrix.owner}; give fully_shard "
-                    "ignored_params=owned.params, and initialise a model from the meta device by dmuon.materialize",
-                )
+            if type(matrix.parameter) is not AbsentParameter:
+                hide(matrix.parameter, matrix.absent, matrix.absence)
 
     @torch.no_grad()
     def free(self) -> None:

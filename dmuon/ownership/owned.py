@@ -78,10 +78,10 @@ def own(
             torch's default (minutes), whatever ``init_process_group`` was given.
 
     Raises:
-        ValueError: the mesh does not fit the process group, the policy finds no matrix, the plan is for other
-            parameters, ``buckets`` holds a module of another model, the model is owned or wrapped already, has
-            gradients, or is not on the mesh's device, or ``DMUON_DEBUG`` is neither 0 nor 1. It is raised on the rank
-            that finds it; the others raise a RuntimeError that quotes it.
+        ValueError: the mesh does not fit the process group, the policy finds no matrix or one that is no plain
+            ``nn.Parameter``, the plan is for other parameters, ``buckets`` holds a module of another model, the model
+            is owned or wrapped already, has gradients, or is not on the mesh's device, or ``DMUON_DEBUG`` is neither 0
+            nor 1. It is raised on the rank that finds it; the others raise a RuntimeError that quotes it.
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     _check_mesh(mesh)
@@ -94,6 +94,7 @@ def own(
         routings = [routing for routing in policy.route_model(model) if routing.algorithm == "muon"]
         if not routings:
             raise ValueError("the policy finds no trainable matrix in the model: there is nothing to own")
+        _check_plain(model, routings)
         blocks = {routing.name: block_of(model, routing.name, buckets) for routing in routings}
         debug = debugging()
         options = (reshard_after_forward, compute_dtype, reduce_dtype, debug)
@@ -293,6 +294,16 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module
             )
         if parameter.grad is not None:
             raise ValueError(f"parameter {name!r} has a gradient already: call dmuon.own before training")
+
+
+def _check_plain(model: nn.Module, routings: Sequence[Routing]) -> None:
+    for routing in routings:
+        kind = type(model.get_parameter(routing.name))
+        if kind is not nn.Parameter:
+            raise ValueError(
+                f"parameter {routing.name!r} is a {kind.__name__}, but only a plain nn.Parameter can be owned: convert "
+                "it, or exclude it by the policy"
+            )
 
 
 def _fact(model: nn.Module, routing: Routing) -> str:

@@ -70,6 +70,10 @@ def test_groups_are_connected_at_construction_in_one_order(nodes: int) -> None:
         assert result["connected"] == result["mine"] and len(result["mine"]) == (4 if nodes == 1 else 7)
 
 
+class Special(nn.Parameter):
+    """Somebody's own kind."""
+
+
 def built_too_early() -> dict[str, str]:
     """Optimizers that were built before the model was owned, wrapped, or replaced."""
     mesh = mesh_of()
@@ -91,6 +95,9 @@ def built_too_early() -> dict[str, str]:
     owned = wrap(model, mesh)
     found["parameters of an owned model"] = outcome(lambda: dmuon.Muon(owned.params, **HOW))
     found["part of an owned model"] = outcome(lambda: dmuon.Muon(model.blocks[0], **HOW))
+    other = build()
+    other.mixer.weight = Special(other.mixer.weight.detach())
+    found["subclass"] = outcome(lambda: dmuon.own(other, mesh))
     found["part owned again"] = outcome(lambda: dmuon.own(model.blocks[0], mesh))
 
     model = build()
@@ -136,6 +143,7 @@ def test_optimizers_that_were_built_too_early_say_so() -> None:
             "parameters, owned since": "has been owned since the optimizer was built",
             "parameters of an owned model": "give the optimizer the whole model, dmuon.Muon(model)",
             "part of an owned model": "give the optimizer the whole model, dmuon.Muon(model)",
+            "subclass": "'mixer.weight' is a Special, but only a plain nn.Parameter can be owned",
             "part owned again": "is owned already: call dmuon.own once, with the whole model",
             "wrapped alone": "is not in the model any more: it has been wrapped or replaced",
             "not ignored": "give fully_shard ignored_params=owned.params",
