@@ -76,20 +76,21 @@ def save_checkpoint(
     """
     path, ranks = Path(path).absolute(), _ranks(model)
 
-    def prepare() -> tuple[bytes, dict[str, Any]]:
-        packed, state = _pack(extra), _state_of(model, optimizer)
+    def prepare() -> dict[str, Any]:
+        _pack(extra, None)
+        state = _state_of(model, optimizer)
         if _is_first():
             checkpoint_folder.start(path)
-        return packed, state
+        return state
 
-    packed, state = ranks.together(prepare, "save_checkpoint")
+    state = ranks.together(prepare, "save_checkpoint")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(state, storage_writer=FileSystemWriter(checkpoint_folder.partial_of(path)))
+        metadata = save(state, storage_writer=FileSystemWriter(checkpoint_folder.partial_of(path)))
 
     def commit() -> None:
         if _is_first():
-            checkpoint_folder.finish(path, packed)
+            checkpoint_folder.finish(path, _pack(extra, metadata))
 
     ranks.together(commit, "save_checkpoint")
 
@@ -129,10 +130,7 @@ def load_checkpoint(
     folder, metadata = found
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
-        extra: dict[str, Any] = {}
-        if (folder / EXTRA).exists():
-            extra = torch.load(folder / EXTRA, map_location="cpu", weights_only=True)
-        return _state_of(model, optimizer, metadata.state_dict_metadata), extra
+        return _state_of(model, optimizer, metadata.state_dict_metadata), _unpack(folder, metadata)
 
     state, extra = ranks.together(prepare, "load_checkpoint")
     _check_names(state, metadata, ranks, strict)
@@ -274,11 +272,25 @@ def _open(path: Path) -> tuple[Path, Metadata] | None:
     return None if folder is None else (folder, FileSystemReader(folder).read_metadata())
 
 
-def _pack(extra: Mapping[str, Any] | None) -> bytes:
+def _unpack(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    if not (folder / EXTRA).exists():
+        return {}
+    packed = torch.load(folder / EXTRA, map_location="cpu", weights_only=True)
+    # torch's own functions may have saved to the folder since.
+    extra: dict[str, Any] = packed["extra"] if packed["save_id"] == _save_id(metadata) else {}
+    return extra
+
+
+def _save_id(metadata: Metadata | None) -> str | None:
+    meta = metadata.storage_meta if metadata else None
+    return meta.save_id if meta else None
+
+
+def _pack(extra: Mapping[str, Any] | None, metadata: Metadata | None) -> bytes:
     if not isinstance(extra, (Mapping, type(None))):
         raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
     buffer = io.BytesIO()
-    torch.save(dict(extra or {}), buffer)
+    torch.save({"save_id": _save_id(metadata), "extra": dict(extra or {})}, buffer)
     buffer.seek(0)
     try:
         torch.load(buffer, weights_only=True)
