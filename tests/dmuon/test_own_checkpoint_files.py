@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import dmuon
 
-
 pytestmark = [
     # What torch says to its own functions, called here beside ours.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
