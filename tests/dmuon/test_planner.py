@@ -61,6 +61,10 @@ def test_the_costliest_goes_first_to_the_rank_with_the_least_to_do() -> None:
     assert plan.gap == pytest.approx(8 / 7.5 - 1)
 
 
+def test_small_ones_fill_what_large_ones_leave() -> None:
+    assert make_plan(items(10, 10, 20), 2, Affine(), method="greedy").loads == (20.0, 20.0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.integers(1, 6), min_size=1, max_size=6),
@@ -192,6 +196,13 @@ def test_batches_are_those_of_the_optimizer_in_the_order_of_the_forward() -> Non
     (batches,) = plan.batches
     assert [(batch.pieces, batch.rows) for batch in batches] == [((("0", 1), ("2", 3)), 4), ((("1", 2),), 6)]
     assert [batch.ms for batch in batches] == [16.0, 12.0]
+
+
+def test_batches_of_several_shapes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One matrix of 4 rows fills a batch, so that the second comes after those of the layer in between."""
+    monkeypatch.setattr("dmuon.batching.BATCH_ELEMENTS", 4 * 8)
+    plan = plan_of_owners(dict.fromkeys(("w0", "w1", "w2"), 0), items(4, 3, 4), 1, Affine())
+    assert [batch.pieces for batch in plan.batches[0]] == [(("w0", 1),), (("w1", 1),), (("w2", 1),)]
 
 
 def test_planned_by_cost_not_by_elements() -> None:

@@ -21,7 +21,8 @@ from dmuon.models import load_shapes, preset_names
 from dmuon.planner import Item, Plan, StepCosts, columns, items_of, make, make_plan, plan_of_owners, search
 from dmuon.planner.bound import bound_of
 from dmuon.planner.effort import Effort, OutOfTime
-from dmuon.planner.instance import Instance
+from dmuon.planner.greedy import greedy
+from dmuon.planner.instance import Counts, Instance
 from dmuon.planner.knapsack import most_valuable
 from dmuon.planner.pairs import level
 from dmuon.planner.patterns import maximal_sets
@@ -57,9 +58,7 @@ def best_of(instance: Instance) -> float:
 def test_bounds_hold_and_the_search_comes_close(instance: Instance) -> None:
     best = best_of(instance)
     ticks = bound_of(instance).ms / instance.tick_ms
-    start = np.zeros((instance.ranks, len(instance.kinds)), dtype=np.int64)
-    start[0] = instance.counts
-    found = search.improve(instance, [start], ticks, 1e-3, effort())
+    found = search.improve(instance, [all_on_one(instance)], ticks, 1e-3, effort())
     assert (found.assigned.sum(axis=0) == instance.counts).all()
     assert ticks <= found.bound <= best * (1 + 1e-9)
     # All sets of so few kinds are gone through, so this is the optimum.
@@ -92,10 +91,59 @@ def test_maximal_sets_are_those_that_nothing_fits_beside(instance: Instance, sha
     assert set(map(tuple, found)) == expected
 
 
+def all_on_one(instance: Instance) -> Counts:
+    assigned = np.zeros((instance.ranks, len(instance.kinds)), dtype=np.int64)
+    assigned[0] = instance.counts
+    return assigned
+
+
+@settings(max_examples=60, deadline=None)
+@given(instance=small)
+def test_the_relaxation_is_a_relaxation(instance: Instance) -> None:
+    best, worst = best_of(instance), all_on_one(instance)
+    found = columns.Columns(instance, instance.counts, worst, np.inf, effort())
+    costliest = max(float(times[1]) for times in instance.kind_times)
+    low, high = columns.relaxation(instance, found, worst, costliest, 1e-3, effort())
+    assert costliest <= low <= best * (1 + 1e-9)
+    # All is known of so few kinds: some fractional makespan below the whole one is feasible.
+    assert high <= max(best * 1.001, low + (instance.loads(worst).max() - low) / 8)
+
+
+def test_a_dive_ends_where_the_relaxation_does() -> None:
+    instance = Instance(*random_instance(16))
+    (start, *_) = greedy(instance)
+    bound = bound_of(instance).ms / instance.tick_ms
+    found = columns.Columns(instance, instance.counts, start, np.inf, effort())
+    _, high = columns.relaxation(instance, found, start, bound, 1e-3, effort())
+    assigned = columns.dive(instance, found, high * 1.002, effort())
+    assert (assigned.sum(axis=0) == instance.counts).all()
+    assert instance.loads(assigned).max() <= high * 1.0021
+
+
+def test_what_sets_have_too_much_or_too_little_of_is_put_right() -> None:
+    instance = Instance(items_by_shape(5, 4), 3, Table((2.0, 3.0), (0.0, 0.0)))
+    assigned = columns.spread(instance, np.array([[4, 1], [4, 1]]))
+    assert assigned.tolist() == [[4, 1], [1, 1], [0, 2]]
+    assert instance.loads(assigned).max() * instance.tick_ms == pytest.approx(11.0)
+
+
+def test_levelling_keeps_within_memory() -> None:
+    """Rank 1 is done at once, and is full."""
+    heavy, light = Item("heavy", ((1, 1, 1000),)), [Item(f"l{k}", ((1, 2, 500),)) for k in range(4)]
+    costs = Table((1.0, 10.0), (0.0, 0.0))
+    free = Instance([heavy, *light], 2, costs)
+    assigned = np.array([[0, 4], [1, 0]])
+    assert level(free, assigned, 0.0, effort()).tolist() != assigned.tolist()
+    limit = int(free.memory(assigned).max())
+    tight = Instance([heavy, *light], 2, costs, memory_bytes=int(free.memory(np.array([0, 4]))))
+    assert limit == tight.memory_bytes
+    levelled = level(tight, assigned, 0.0, effort())
+    assert tight.fits(levelled).all()
+
+
 def test_levelling_moves_nothing_but_between_the_pair() -> None:
     instance = Instance(items_by_shape(4, 3, 5), 3, Table((5.0, 7.0, 11.0), (1.0, 0.0, 3.0)))
-    assigned = np.zeros((3, 3), dtype=np.int64)
-    assigned[0] = instance.counts
+    assigned = all_on_one(instance)
     levelled = level(instance, assigned, 0.0, effort())
     assert (levelled.sum(axis=0) == instance.counts).all()
     assert instance.loads(levelled).max() < 0.45 * instance.loads(assigned).max()
