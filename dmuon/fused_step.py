@@ -70,7 +70,7 @@ class FusedSteps:
             weights_aligned=all(weight % 16 == 0 for _, _, weight in addresses),
         )
         if step not in self._served:
-            self._served[step] = _load(step)
+            self._served[step] = _load(step, weight.device)
         return step if self._served[step] else None
 
     def move(self, step: Step, batch: Sequence[Piece], counter: Tensor) -> None:
@@ -139,13 +139,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
 
 
-def _load(step: Step) -> bool:
+def _load(step: Step, device: torch.device) -> bool:
     """Have all kernels of ``step`` at hand before anything is changed; warn if they are not to be had."""
-    from dmuon.kernels.gpu.load import binary_for
-
     try:
-        for spec in step.specs():
-            binary_for(spec)
+        step.load(device)
     except Unsupported as reason:
         _report(str(reason))
         return False

@@ -8,10 +8,11 @@ step is in a table in device memory, so a CUDA graph of :meth:`Step.run` may be 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,17 +67,28 @@ class Step:
         Raises:
             Unsupported: a dtype is not served.
         """
+        every = (family.specs(call, config, self.arch) for family, call, config in self._examples())
+        return list(dict.fromkeys(chain.from_iterable(every)))
+
+    def load(self, device: torch.device) -> None:
+        """Have all of :meth:`specs` compiled and loaded on ``device``; nothing is launched.
+
+        Raises:
+            Unsupported: one of them is not to be had; the message says why.
+        """
+        for family, call, config in self._examples():
+            _prepared(family, call, tuple(config.items()), self.arch, device)
+
+    def _examples(self) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+        """One call for each kernel, at no real address, with family and configuration."""
         m, n = sorted((self.rows, self.cols))
         X, square = laid_out(self.rows, self.cols, self.dtype), laid_out(m, m, self.dtype)
         product = self._update(0, square, laid_out(m, n, self.dtype, self.rows <= self.cols), 0.0)
-        found = [
-            *PREPARE.specs(self._prepare(0, 0, X), CONFIG, self.arch),
-            *GUARD.specs(GuardCall(square, 0, 0), CONFIG, self.arch),
-            *GUARD.specs(GuardCall(X, 0, 0), CONFIG, self.arch),
-            *UPDATE.specs(product, UPDATE.config(product), self.arch),
-            *MOVE.specs(self._move(0, X), CONFIG, self.arch),
-        ]
-        return list(dict.fromkeys(found))
+        yield PREPARE, self._prepare(0, 0, X), CONFIG
+        yield GUARD, GuardCall(square, 0, 0), CONFIG
+        yield GUARD, GuardCall(X, 0, 0), CONFIG
+        yield UPDATE, product, UPDATE.config(product)
+        yield MOVE, self._move(0, X), CONFIG
 
     def run(self, table: Tensor, counter: Tensor, choice: NSChoice, coefficients: CoefficientSet) -> None:
         """Advance all momenta in ``table`` and move all weights.
@@ -90,11 +102,11 @@ class Step:
             choice: how the iteration runs.
             coefficients: one polynomial per step of it.
         """
-        count = len(table)
-        X = working_memory((count, self.rows, self.cols), PRECISIONS[self.dtype], table.device)
+        count, device = len(table), table.device
+        X = working_memory((count, self.rows, self.cols), PRECISIONS[self.dtype], device)
         result = Matrices.of(X)
-        partials = _scratch(result, 2, torch.float32, table)
-        self._launch(PREPARE, self._prepare(table.data_ptr(), partials.data_ptr(), result), table)
+        partials = _scratch(result, 2, torch.float32, device)
+        self._launch(PREPARE, self._prepare(table.data_ptr(), partials.data_ptr(), result), device)
         # A lone matrix drops its batch dimension: plain products are faster than batches of one.
         together = slice(None) if count > 1 and not choice.loop else None
         for part in [together] if together else range(count):
@@ -102,10 +114,10 @@ class Step:
             first = table[part].data_ptr()
             self._guard(X[part] if Q is None else Q, counter)
             if Q is None:
-                self._launch(MOVE, self._move(first, Matrices.of(X[part])), table)
+                self._launch(MOVE, self._move(first, Matrices.of(X[part])), device)
             else:
                 call = self._update(first, Matrices.of(Q), Matrices.of(Y), shift)
-                self._launch(UPDATE, call, table, UPDATE.config(call))
+                self._launch(UPDATE, call, device, UPDATE.config(call))
 
     def _prepare(self, table: int, partials: int, result: Matrices) -> PrepareCall:
         dtypes = self.grad_dtype, self.weight_dtype
@@ -120,11 +132,11 @@ class Step:
     def _guard(self, values: Tensor, counter: Tensor) -> None:
         """The last Q tells of X too: a row of X that is not finite makes its own square in R, and so in Q, not."""
         layout = Matrices.of(values)
-        found = _scratch(layout, 1, torch.int32, counter)
-        self._launch(GUARD, GuardCall(layout, found.data_ptr(), counter.data_ptr()), counter)
+        found = _scratch(layout, 1, torch.int32, counter.device)
+        self._launch(GUARD, GuardCall(layout, found.data_ptr(), counter.data_ptr()), counter.device)
 
-    def _launch(self, family: Any, call: Any, where: Tensor, config: dict[str, Any] = CONFIG) -> None:
-        for launch in _prepared(family, call, tuple(config.items()), self.arch, where.device):
+    def _launch(self, family: Any, call: Any, device: torch.device, config: dict[str, Any] = CONFIG) -> None:
+        for launch in _prepared(family, call, tuple(config.items()), self.arch, device):
             launch()
 
 
@@ -148,11 +160,10 @@ def step_arch(device: torch.device) -> Arch | None:
     return arch_of(device) if find_spec("triton") is not None else None
 
 
-def _scratch(matrices: Matrices, fields: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+def _scratch(matrices: Matrices, fields: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for what each block of a launch over ``matrices`` finds."""
-    return torch.empty(
-        matrices.batch, parts_of(matrices, CONFIG["elements"]), fields, dtype=dtype, device=like.device
-    )
+    parts = parts_of(matrices, CONFIG["elements"])
+    return torch.empty(matrices.batch, parts, fields, dtype=dtype, device=device)
 
 
 @lru_cache(_PREPARED)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import dmuon
 import dmuon.fused_step
+import dmuon.kernels.gpu.driver
 from dmuon.cli.ahead import specs_ahead
 from dmuon.graphs import Replays
 from dmuon.kernels import step as step_module
@@ -350,20 +351,28 @@ def test_what_kernels_cannot_serve_goes_by_torch(gpu: Gpu) -> None:
     assert not gpu.launched
 
 
-def test_a_kernel_that_is_not_to_be_had_is_reported_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["compiling", "loading"])
+def test_a_kernel_that_is_not_to_be_had_is_reported_once(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """Before anything is changed: the step is then torch's, momentum and all."""
     dmuon.fused_step._report.cache_clear()
     weights = [parameter(16, 24, dtype=torch.float32), parameter(8, 24, dtype=torch.float32)]
     expected = stepped_by_torch(weights)
     gpu.use()
 
-    def missing(spec: KernelSpec) -> Binary:
-        if spec.module.endswith("apply_kernel"):
-            raise Unsupported("apply is not compiled and DMUON_COMPILE is off")
-        return build_once(spec)
+    name, original = {
+        "compiling": ("load.binary_for", build_once),
+        "loading": ("driver.prepared", dmuon.kernels.gpu.driver.prepared),
+    }[at]
 
-    monkeypatch.setattr("dmuon.kernels.gpu.load.binary_for", missing)
-    with pytest.warns(RuntimeWarning, match="torch's operations.*: apply is not compiled") as warned:
+    def refusing(first: Any, *rest: Any) -> Any:
+        if getattr(first, "spec", first).module.endswith("apply_kernel"):
+            raise Unsupported(f"apply is refused on {at}")
+        return original(first, *rest)
+
+    monkeypatch.setattr(f"dmuon.kernels.gpu.{name}", refusing)
+    with pytest.warns(RuntimeWarning, match="torch's operations.*: apply is refused") as warned:
         optimizer = one_step(weights)
         assert all(map(torch.equal, weights, expected))
         optimizer.step()
