@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,17 +15,30 @@ if TYPE_CHECKING:
 _LAST = "Build the optimizer last: after dmuon.own, fully_shard, and whatever moves or replaces parameters"
 
 
-def check_current(model: nn.Module | None, groups: Sequence[dict[str, Any]], owned: Owned | None) -> None:
+def check_current(
+    model: nn.Module | None, groups: Sequence[dict[str, Any]], owned: Owned | None, routed: Container[Tensor]
+) -> None:
     """Raise rather than leave alone what only seems to have no gradient.
 
     Args:
         model: that the optimizer was built from, if any.
         groups: of the optimizer.
         owned: the ownership of the model when the optimizer was built.
+        routed: the parameters whose matrices it knows.
 
     Raises:
-        RuntimeError: a parameter without a gradient has been owned since, or is not in the model any more.
+        RuntimeError: a parameter without a gradient has been owned since, or is not in the model any more; or one of
+            a Muon group is not the one that the optimizer was built with.
     """
+    for group in groups:
+        swapped = [k for k, parameter in enumerate(group["params"]) if parameter not in routed]
+        if group["algorithm"] == "muon" and swapped:
+            found = group["params"][swapped[0]]
+            name = group.get("param_names", group["params"])[swapped[0]]
+            raise RuntimeError(
+                f"parameter {_named(name)} of a Muon group is now another {type(found).__name__} than the optimizer "
+                f"was built with, as when accelerate's prepare has sharded it. {_LAST}"
+            )
     idle = [
         (name, parameter)
         for group in groups

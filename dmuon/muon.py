@@ -233,7 +233,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_current(None if self._model is None else self._model(), self.param_groups, self._owned)
+        model = None if self._model is None else self._model()
+        check_current(model, self.param_groups, self._owned, self._matrices)
         if self._owned is not None:
             self._owned.finish()
         self._check_gradients()

@@ -288,6 +288,20 @@ def test_zero_grad_and_hooks() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_a_parameter_that_was_swapped_under_the_optimizer_is_named() -> None:
+    """As accelerate does with what it shards."""
+    net = model()
+    optimizer = dmuon.Muon(net)
+    (muon,) = (group for group in optimizer.param_groups if group["algorithm"] == "muon")
+    net[1].weight = nn.Parameter(net[1].weight.detach().clone())
+    muon["params"][0] = net[1].weight
+    net(torch.tensor([1, 2])).sum().backward()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(RuntimeError, match=r"'1\.weight' of a Muon group is now another Parameter"):
+        optimizer.step()
+    assert all(map(torch.equal, before, net.parameters()))
+
+
 def test_autotune_installs_a_chooser_and_none_leaves_it_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
