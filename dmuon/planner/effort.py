@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-CELLS = 500_000_000
+CELLS = 1_200_000_000
 """Entries of dynamic programs that a search may fill: a few seconds of one core."""
 
 OPTION = 2_000

@@ -34,7 +34,7 @@ def make_plan(
     ranks_per_node: int | None = None,
     memory_bytes: int | None = None,
     method: Literal["best", "greedy"] = "best",
-    time_limit_s: float = 30.0,
+    time_limit_s: float = 60.0,
     store: Store | None = None,
 ) -> Plan:
     """Choose an owner for each of ``items`` among ``ranks``, so that the busiest takes as little time as can be.

@@ -237,7 +237,7 @@ def missing(*_: Any) -> Any:
     ("solver", "note"),
     [
         (failing, "greedy: the solver failed (RuntimeError: HiGHS ended with 'Unknown')"),
-        (late, "greedy: the search for a better plan was not done after 30 s"),
+        (late, "greedy: the search for a better plan was not done after 60 s"),
         (missing, "greedy: the solver failed (ImportError: No module named 'highspy')"),
     ],
 )
