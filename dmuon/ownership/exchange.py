@@ -82,8 +82,9 @@ class Exchange:
     def reduce(self, packed: Tensor, sizes: Sequence[int], way: str | None = None) -> Transfer:
         """Send part k of ``packed``, of ``sizes[k]`` elements, to rank k.
 
-        The result is (any, own size): its rows add up to the sum over the ranks. What is narrower than fp32 is not
-        added up on the way but sent as it is, one row from each rank. ``packed`` may be overwritten.
+        The result is (any, own size): its rows add up to the sum over the ranks. What is narrower than fp32 is sent as
+        it is, one row from each rank, or widened and then added up on the way, as takes least: sums are never rounded
+        to less. ``packed`` may be overwritten.
 
         Args:
             packed: contiguous, of one dimension.
@@ -92,9 +93,12 @@ class Exchange:
         """
         if self.size == 1 or not packed.numel():
             return Transfer((), (packed.view(1, packed.numel()),))
-        if torch.promote_types(packed.dtype, torch.float32) != packed.dtype:
-            way = "all_to_all"
-        way = way or quickest(reduction_loads(_nbytes(packed, sizes)), self.costs.reduce)
+        wide = torch.promote_types(packed.dtype, torch.float32)
+        loads = reduction_loads([size * wide.itemsize for size in sizes])
+        loads["all_to_all"] = reduction_loads(_nbytes(packed, sizes))["all_to_all"]
+        way = way or quickest(loads, self.costs.reduce)
+        if way != "all_to_all":
+            packed = packed.to(wide)
         self._count("reduce", way, packed, sizes)
         with record_function("dmuon::reduce"):
             return _REDUCTIONS[way](packed, sizes, self.rank, self.group)

@@ -32,8 +32,7 @@ def assumptions(scenario: Scenario) -> tuple[str, ...]:
             else "Computation waits while they run."
         ),
         f"Weights travel in {itemsize} bytes an element. FSDP sums gradients in fp32. Owned gradients travel in "
-        f"{itemsize} bytes by all-to-all or in fp32 as partial sums, whichever is quicker: the second needs "
-        "reduce_dtype=torch.float32.",
+        f"{itemsize} bytes by all-to-all or in fp32 as partial sums, whichever is quicker.",
         "Sharding: "
         + ("inside nodes, replicated across them (hybrid)" if network.hybrid else "over all ranks")
         + (
