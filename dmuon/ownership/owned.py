@@ -214,6 +214,7 @@ class Owned:
             lines.append(
                 f"  rank {rank}: {share[rank]:6.1%} in {plural(len(names), 'parameter', 'parameters')}"
             )
+        lines += [f"  {note}" for note in self.plan.notes]
         return "\n".join(lines)
 
     def finish(self) -> None:
