@@ -236,7 +236,12 @@ class Muon(torch.optim.Optimizer):
         model = None if self._model is None else self._model()
         check_current(model, self.param_groups, self._owned, self._matrices)
         if self._owned is not None:
+            from dmuon.ownership.sharded import reshard
+
             self._owned.finish()
+            if model is not None:
+                # What an evaluation since the backward has gathered would outlive the step.
+                reshard(model)
         self._check_gradients()
         updates: list[Update] = []
         for group in self.param_groups:

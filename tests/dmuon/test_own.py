@@ -32,6 +32,7 @@ SCENARIOS = {
     "block-twice-in-a-row": Training(order=[0, 0, 1, 2], own=ZERO2),
     "another-order": Training(order=[2, 0, 1]),
     "evaluation-between": Training(evaluate=True, micro_batches=2),
+    "evaluation-between-zero2": Training(evaluate=True, micro_batches=2, own=ZERO2),
     "clipping": Training(clip=0.1, unused={1: {1}}),
     "fused-weight": Training(own=SPLIT),
     "zero-before-backward": Training(zero_late=True, steps=3),
