@@ -32,7 +32,10 @@ _ALIASES: frozenset[Any] = frozenset(
 )
 """Functions that read no values, and whose result has none either."""
 
-_MOVES: frozenset[Any] = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.contiguous})
+_MOVES: frozenset[Any] = frozenset(
+    {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.contiguous}
+    | {Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double}
+)
 """Functions that return the tensor itself where nothing is to be done."""
 
 
@@ -59,7 +62,10 @@ class _Absent(Tensor):
             result = func(*args, **(kwargs or {}))
         if func in _MOVES:
             if result is not args[0]:
-                raise RuntimeError(_find(args, kwargs)._absence)
+                raise RuntimeError(
+                    "an owned model cannot be converted or moved: do that before dmuon.own, and see its compute_dtype "
+                    f"for mixed precision. {_find(args, kwargs)._absence}"
+                )
         elif isinstance(result, Tensor) and (func in _ALIASES or (is_property and _is_view(func))):
             _become(result, AbsentTensor, _find(args, kwargs)._absence)
         return result

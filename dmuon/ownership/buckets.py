@@ -202,6 +202,20 @@ class Bucket:
             matrix.total = part if matrix.total is None else matrix.total.add_(part)
 
 
+def blocks_of(
+    model: nn.Module, names: Sequence[str], chosen: Sequence[nn.Module] | None = None
+) -> dict[str, str]:
+    """:func:`block_of` of each parameter; of one that several blocks share, the model itself, which outlives them."""
+    homes: dict[Tensor, set[nn.Module]] = {model.get_parameter(name): set() for name in names}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in homes:
+            homes[parameter].add(model.get_submodule(block_of(model, name, chosen)))
+    shared = {parameter for parameter, modules in homes.items() if len(modules) > 1}
+    return {
+        name: "" if model.get_parameter(name) in shared else block_of(model, name, chosen) for name in names
+    }
+
+
 def block_of(model: nn.Module, name: str, chosen: Sequence[nn.Module] | None = None) -> str:
     """The name of the module whose calls publish parameter ``name``; empty for the model itself.
 

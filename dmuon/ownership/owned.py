@@ -15,7 +15,7 @@ from dmuon.batching import Update
 from dmuon.matrix import Matrix
 from dmuon.names import plural
 from dmuon.ownership.absent import is_owned
-from dmuon.ownership.buckets import Bucket, block_of
+from dmuon.ownership.buckets import Bucket, blocks_of
 from dmuon.ownership.consistency import compare, debugging
 from dmuon.ownership.control import Control
 from dmuon.ownership.meta import leave_meta, require_values
@@ -95,7 +95,7 @@ def own(
         if not routings:
             raise ValueError("the policy finds no trainable matrix in the model: there is nothing to own")
         _check_plain(model, routings)
-        blocks = {routing.name: block_of(model, routing.name, buckets) for routing in routings}
+        blocks = blocks_of(model, [routing.name for routing in routings], buckets)
         debug = debugging()
         options = (reshard_after_forward, compute_dtype, reduce_dtype, debug)
         facts = {
@@ -276,6 +276,8 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module] | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     modules = set(model.modules())
     for bucket in buckets or ():
         if bucket not in modules:

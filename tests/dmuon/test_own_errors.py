@@ -90,6 +90,9 @@ def misuses() -> dict[str, str]:
         "dtypes": outcome(lambda: dmuon.own(mixed, mesh)),
         "meta": outcome(lambda: dmuon.own(Block() if dist.get_rank() else meta, mesh)),
         "bucket": outcome(lambda: dmuon.own(build(), mesh, buckets=[nn.Linear(2, 2)])),
+        "no model": outcome(lambda: dmuon.own([nn.Linear(2, 2)], mesh)),  # type: ignore[arg-type]
+        "converted": outcome(owned.half),
+        "converted to what it is": outcome(owned.double) or "no error",
         "no mesh": outcome(lambda: dmuon.own(build(), "cpu")),  # type: ignore[arg-type]
         "never wrapped": outcome(lambda: dmuon.Muon(owned, **HOW)),
         "policy": outcome(lambda: dmuon.Muon(fine, policy=MatrixPolicy(), **HOW)),
@@ -113,6 +116,9 @@ def test_misuse_is_named() -> None:
             "dtypes": "several dtypes (torch.float32, torch.float64)",
             "meta": "on the meta device, rank 1 has",
             "bucket": "buckets must be modules of the model, got another Linear",
+            "no model": "TypeError: model must be an nn.Module, got list",
+            "converted": "cannot be converted or moved: do that before dmuon.own",
+            "converted to what it is": "no error",
             "no mesh": "TypeError: mesh must be a DeviceMesh",
             "never wrapped": "nobody reduces the gradients",
             "policy": "the one that dmuon.own was given",
