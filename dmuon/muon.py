@@ -187,7 +187,8 @@ class Muon(torch.optim.Optimizer):
         groups, matrices = split_group(param_group, self.defaults, self._matrices, self._policy)
         if self._owned is None and any(map(is_owned, matrices)):
             raise ValueError(
-                "some of the parameters are owned: give the optimizer the whole model, dmuon.Muon(model)"
+                "some of the parameters are owned: give the optimizer the whole model, dmuon.Muon(model), and divide "
+                "its Muon group for options of their own (docs/distributed.md)"
             )
         before = len(self.param_groups)
         try:
