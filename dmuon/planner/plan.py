@@ -53,7 +53,7 @@ class Plan:
         bound: milliseconds that no plan with whole parameters can undercut.
         share: milliseconds if the work could be divided evenly; never more than ``bound``.
         memory: bytes that each rank needs for what it owns and for its largest batch.
-        method: how it was found: "greedy", "columns", "counts" or "given".
+        method: how it was found: "greedy", "pairs", "columns", "sets" or "given".
         notes: what a reader should know: why the bound is above the even share, what a solver did not manage.
 
     Raises:
@@ -194,14 +194,17 @@ def _check_owners(owners: Mapping[str, tuple[int, ...]], ranks: int) -> None:
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON's lists as what they were."""
+    """JSON's lists and numbers as what they were."""
 
     def batch(saved: dict[str, Any]) -> Batch:
-        return Batch(**{**saved, "pieces": tuple((name, count) for name, count in saved["pieces"])})
+        pieces = tuple((name, int(count)) for name, count in saved["pieces"])
+        return Batch(**{**saved, "pieces": pieces, "ms": float(saved["ms"])})
 
     return {
         "owners": {name: tuple(ranks) for name, ranks in values["owners"].items()},
         "batches": tuple(tuple(map(batch, batches)) for batches in values["batches"]),
-        "memory": tuple(values["memory"]),
+        "bound": float(values["bound"]),
+        "share": float(values["share"]),
+        "memory": tuple(map(int, values["memory"])),
         "notes": tuple(values["notes"]),
     }

@@ -129,6 +129,9 @@ def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
         ('"w0": [1]', '"w0": [0]', "the file says"),
         ('"format": 1', '"format": 9', "format 9"),
         ('"owners"', '"owner"', "not a plan"),
+        ('"bound": 5.0', '"bound": "x"', "not a plan"),
+        ('"ms": 5.0', '"ms": null', "not a plan"),
+        ('"memory": [1200', '"memory": ["x"', "not a plan"),
         ("{", "[", "not a plan"),
     ],
 )
