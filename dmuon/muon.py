@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
 from dmuon.matrix_step import MatrixStep, momentum_of
 from dmuon.ownership.absent import is_owned
 from dmuon.ownership.registry import ownership_of
-from dmuon.policy import MatrixPolicy
+from dmuon.policy import MatrixPolicy, reasons_of
 from dmuon.slots import slots_of_model
 from dmuon.state import check_loadable, fill_state, split_owned
 
@@ -171,9 +170,7 @@ class Muon(torch.optim.Optimizer):
             why = "they are all frozen (requires_grad is False)" if slots else "it has none at all"
             raise ValueError(f"the model has no parameter to train: {why}")
         if not any(routing.matrices for routing in trained):
-            reasons = Counter(routing.reason for routing in trained)
-            found = ", ".join(f"{count} x {reason}" for reason, count in reasons.items())
-            raise ValueError(f"the model has no trainable matrix for Muon; it has {found}")
+            raise ValueError(f"the model has no trainable matrix for Muon; it has {reasons_of(trained)}")
         return [(routing.name, parameters[routing.name]) for routing in trained]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -43,6 +44,12 @@ class Routing:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+def reasons_of(routings: Iterable[Routing]) -> str:
+    """How many parameters went where for which reason: ``"4 x LoRA factor, 2 x bias"``."""
+    reasons = Counter(routing.reason for routing in routings)
+    return ", ".join(f"{count} x {reason}" for reason, count in reasons.items())
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from dmuon.tuning_cache.files import replace_file
 from dmuon.tuning_cache.trial import Trial
 
 
@@ -22,17 +22,7 @@ def write_lines(trials: Iterable[Trial], target: str | os.PathLike[str] | IO[str
         with path.open("w", encoding="utf-8") as file:
             file.writelines(lines)
         return len(lines)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
+    replace_file(path, "".join(lines).encode())
     return len(lines)
 
 

@@ -45,6 +45,7 @@ def plan(
       dmuon-tune plan pi0 --ranks 256 --machine a800 --hybrid --html report.html
       dmuon-tune plan ./config.json --ranks 8 --out plan.json --json
     """
+    _check_targets([path for path in (out, html, png) if path is not None])
     if png is not None:
         _check_matplotlib()
     scenario = scenario_of(model, ranks, **how)
@@ -79,6 +80,15 @@ def plan(
     for path in (out, html, png):
         if path is not None:
             click.echo(f"Wrote {path}.", err=True)
+
+
+def _check_targets(paths: list[Path]) -> None:
+    """Before the work, not after it."""
+    for path in paths:
+        if paths.count(path) > 1:
+            raise BadInput(f"{path} is to be written twice: give each output a file of its own")
+        if not path.absolute().parent.is_dir():
+            raise BadInput(f"{path} cannot be written: make its folder first")
 
 
 def _check_matplotlib() -> None:

@@ -10,6 +10,7 @@ import click
 
 from dmuon.cli.simulate_output import as_document as study_document
 from dmuon.cli.simulate_output import ms_text, print_legend, strategies_table
+from dmuon.names import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +65,8 @@ def print_plan(document: dict[str, Any], as_json: bool) -> None:
 
     plan, console = document["plan"], Console(highlight=False)
     console.print(
-        f"[bold]{escape(document['model'])}[/] on {document['ranks']:,} ranks: {escape(document['machine'])}"
+        f"[bold]{escape(document['model'])}[/] on {plural(document['ranks'], 'rank', 'ranks')}: "
+        f"{escape(document['machine'])}"
     )
     console.print(
         f"{len(plan['owners']):,} parameters, {sum(plan['matrices']):,} matrices; plan {plan['hash']} "

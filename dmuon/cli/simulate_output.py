@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dmuon.names import plural
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -76,7 +78,9 @@ def print_study(document: dict[str, Any], as_json: bool) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{escape(document['model'])}[/], simulated on {escape(document['machine'])}\n")
     for comparison in document["comparisons"]:
-        console.print(strategies_table(comparison["strategies"], f"{comparison['ranks']:,} ranks"), "")
+        console.print(
+            strategies_table(comparison["strategies"], plural(comparison["ranks"], "rank", "ranks")), ""
+        )
     print_legend(console, document["assumptions"])
 
 

@@ -290,9 +290,9 @@ def _pack(extra: Mapping[str, Any] | None, metadata: Metadata | None) -> bytes:
     if not isinstance(extra, (Mapping, type(None))):
         raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
     buffer = io.BytesIO()
-    torch.save({"save_id": _save_id(metadata), "extra": dict(extra or {})}, buffer)
-    buffer.seek(0)
     try:
+        torch.save({"save_id": _save_id(metadata), "extra": dict(extra or {})}, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise TypeError(

@@ -28,7 +28,7 @@ from dmuon.ownership.routes import Routes
 from dmuon.ownership.runtime import Runtime
 from dmuon.ownership.state_dicts import StateDicts
 from dmuon.planner import Owners, Plan
-from dmuon.policy import MatrixPolicy, Routing
+from dmuon.policy import MatrixPolicy, Routing, reasons_of
 
 
 def own(
@@ -91,9 +91,13 @@ def own(
     facts: dict[str, Any] | Exception
     try:
         _check_model(model, mesh, buckets)
-        routings = [routing for routing in policy.route_model(model) if routing.algorithm == "muon"]
+        every = policy.route_model(model)
+        routings = [routing for routing in every if routing.algorithm == "muon"]
         if not routings:
-            raise ValueError("the policy finds no trainable matrix in the model: there is nothing to own")
+            raise ValueError(
+                "the policy finds no trainable matrix in the model: there is nothing to own; "
+                f"it has {reasons_of(every) or 'no parameter at all'}"
+            )
         _check_plain(model, routings)
         blocks = blocks_of(model, [routing.name for routing in routings], buckets)
         debug = debugging()

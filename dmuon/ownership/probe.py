@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import time
 import warnings
@@ -26,6 +25,7 @@ from dmuon.ownership.exchange import Exchange, Transfer
 from dmuon.ownership.link_costs import GroupCosts, LinkCosts, publication_loads, reduction_loads
 from dmuon.ownership.routes import LANES, FlatRoutes, Routes
 from dmuon.ownership.two_level import TwoLevelRoutes
+from dmuon.tuning_cache.files import replace_file
 from dmuon.tuning_cache.paths import default_path
 
 SMALL, LARGE, ROUNDS = 2**14, {"cpu": 2**22, "cuda": 2**26}, 5
@@ -152,9 +152,7 @@ def _keep(topology: dict[str, Any], costs: Mapping[str, GroupCosts]) -> None:
     document = {"topology": topology, "levels": {level: asdict(each) for level, each in costs.items()}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, f"{json.dumps(document, indent=1)}\n".encode())
     except OSError as error:
         warnings.warn(f"what the network takes could not be kept for later runs: {error}", stacklevel=3)
 

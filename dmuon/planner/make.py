@@ -54,11 +54,13 @@ def make_plan(
         store: where a plan that took a search is kept, and is found for equal input and costs.
 
     Raises:
-        ValueError: no rank, equal names, ``ranks_per_node`` that does not divide ``ranks``, or an item that fits
-            the memory of no rank any more.
+        ValueError: no rank, an unknown ``method``, equal names, ``ranks_per_node`` that does not divide ``ranks``,
+            or an item that fits the memory of no rank any more.
     """
     instance = Instance(items, ranks, costs, memory_bytes)
     per_node = ranks if ranks_per_node is None else ranks_per_node
+    if method not in ("best", "greedy"):
+        raise ValueError(f"method must be 'best' or 'greedy', got {method!r}")
     if per_node < 1 or ranks % per_node:
         raise ValueError(f"ranks_per_node must divide the {ranks} ranks, got {per_node}")
     bound = bound_of(instance)
@@ -79,12 +81,14 @@ def make_plan(
     key = instance.key(FORMAT, per_node)
     if store is not None and (kept := _kept(store, key)) is not None:
         return kept
+    first = replace(found)
     try:
-        found = improve(instance, starts, found.bound, TOLERANCE, Effort(time_limit_s))
+        improve(instance, starts, found, TOLERANCE, Effort(time_limit_s))
     except OutOfTime:
+        found = first  # what else was found depends on the clock
         return planned(f"greedy: the search for a better plan was not done after {time_limit_s:g} s")
     except Exception as error:  # whatever the solver does, there is a plan
-        return planned(f"greedy: the solver failed ({type(error).__name__}: {error})")
+        return planned(f"{found.method}: the solver failed ({type(error).__name__}: {error})")
     plan = planned()
     if store is not None:
         store.keep_plan(key, plan.to_json())

@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from dmuon.tuning_cache.files import replace_file
 
 Owners = Mapping[str, int | tuple[int, ...]]
 """Parameter → its owner, or owners."""
@@ -138,18 +139,7 @@ class Plan:
         Raises:
             OSError: it cannot be written.
         """
-        target = Path(path)
-        unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        try:
-            with unfinished.open("w", encoding="ascii") as file:
-                file.write(self.to_json() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink()
-            raise
+        replace_file(path, f"{self.to_json()}\n".encode("ascii"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

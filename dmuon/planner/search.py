@@ -32,22 +32,20 @@ class Found:
 
 
 def improve(
-    instance: Instance, starts: Sequence[Counts], bound: float, tolerance: float, effort: Effort
-) -> Found:
-    """Look for a makespan within ``tolerance`` of a bound. The same for equal input.
+    instance: Instance, starts: Sequence[Counts], best: Found, tolerance: float, effort: Effort
+) -> None:
+    """Look for a makespan within ``tolerance`` of the bound, and improve ``best`` in place. The same for equal input.
 
     Args:
         starts: assignments to begin with, the best first.
-        bound: in ticks.
+        best: what there is.
 
     Raises:
         OutOfTime: before the search had come to its end.
-        RuntimeError, ImportError: the solver fails, or is not there.
+        RuntimeError, ImportError: the solver fails, or is not there; ``best`` is what was found before it was asked.
     """
-    best = Found(starts[0], bound, "greedy")
     with suppress(Spent):
         _search(instance, starts, best, tolerance, effort)
-    return best
 
 
 def _search(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from dmuon.names import plural
 from dmuon.simulator import svg
 from dmuon.simulator.assumptions import assumptions
 from dmuon.simulator.network import ACROSS, INSIDE
 from dmuon.simulator.simulation import BUSIEST, IDLEST, STRATEGIES, Simulation
 from dmuon.simulator.step import BACKWARD, EXCHANGE, FORWARD, GATHER, OPTIMIZER, REDUCE, Scenario
 from dmuon.simulator.study import Comparison
+from dmuon.tuning_cache.files import replace_file
 
 WAITING = "waiting"
 _WORK = (FORWARD, BACKWARD, OPTIMIZER, WAITING)
@@ -38,7 +38,7 @@ def write_html(path: Path, scenario: Scenario, comparison: Comparison, scaling: 
     Raises:
         OSError: it cannot be written.
     """
-    _write(path, html_report(scenario, comparison, scaling).encode())
+    replace_file(path, html_report(scenario, comparison, scaling).encode())
 
 
 def html_report(scenario: Scenario, comparison: Comparison, scaling: Sequence[Comparison]) -> str:
@@ -63,7 +63,7 @@ def html_report(scenario: Scenario, comparison: Comparison, scaling: Sequence[Co
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
     lanes = [BUSIEST, IDLEST, INSIDE, *([ACROSS] if cluster.nodes > 1 else [])]
     sections = [
-        f"<h1>{escape(scenario.workload.name)} on {cluster.ranks:,} ranks</h1>",
+        f"<h1>{escape(scenario.workload.name)} on {plural(cluster.ranks, 'rank', 'ranks')}</h1>",
         f'<p class="simulated">Simulated on {escape(cluster.machine.name)}. Nothing ran.</p>',
         "<h2>Load of each rank</h2>",
         f"<p>Newton–Schulz and what surrounds it, in one step. Plan {plan.hash} ({escape(plan.method)}): the busiest "
@@ -95,7 +95,7 @@ def html_report(scenario: Scenario, comparison: Comparison, scaling: Sequence[Co
         + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in cluster.machine.sources.items())
         + "</dl>",
     ]
-    title = f"{scenario.workload.name} on {cluster.ranks:,} ranks: DMuon plan"
+    title = f"{scenario.workload.name} on {plural(cluster.ranks, 'rank', 'ranks')}: DMuon plan"
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -143,7 +143,7 @@ def write_png(path: Path, scenario: Scenario, comparison: Comparison, scaling: S
     )
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    _write(path, drawn.getvalue())
+    replace_file(path, drawn.getvalue())
 
 
 def _bars(axis: Any, values: Sequence[float], title: str) -> None:
@@ -201,14 +201,3 @@ def _style() -> str:
         "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
         f"td{{font-variant-numeric:tabular-nums}}dt{{font-weight:bold}}{kinds}{lines}"
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise

@@ -169,13 +169,14 @@ def test_without_matplotlib_png_says_what_to_install(tmp_path: Path, monkeypatch
     assert not path.exists()
 
 
-def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
+def test_outputs_are_checked_before_the_work(tmp_path: Path) -> None:
+    # A model that is not there would be found out next.
+    plan = ("plan", "no-such-model", "--ranks", 8)
     for option in ("--out", "--html"):
-        check_one_line_error(
-            "plan", "gpt2", "--ranks", 8, option, tmp_path / "none" / "x", says="No such file"
-        )
-    assert list(tmp_path.glob("**/*.part")) == []
-    check_one_line_error("plan", "gpt2", "--ranks", 8, "--html", tmp_path, says="is a directory")
+        check_one_line_error(*plan, option, tmp_path / "none" / "x", says="cannot be written")
+    check_one_line_error(*plan, "--html", tmp_path, says="is a directory")
+    check_one_line_error(*plan, "--html", tmp_path / "x", "--png", tmp_path / "x", says="written twice")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_input_is_one_line() -> None:

@@ -11,7 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-PAGES = ["README.md", "docs/index.md", "docs/optimizer.md", "docs/planning.md", "docs/policy.md", "docs/tuning.md"]
+PAGES = [
+    "README.md",
+    "docs/index.md",
+    "docs/optimizer.md",
+    "docs/planning.md",
+    "docs/policy.md",
+    "docs/tuning.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -58,7 +58,8 @@ def best_of(instance: Instance) -> float:
 def test_bounds_hold_and_the_search_comes_close(instance: Instance) -> None:
     best = best_of(instance)
     ticks = bound_of(instance).ms / instance.tick_ms
-    found = search.improve(instance, [all_on_one(instance)], ticks, 1e-3, effort())
+    found = search.Found(all_on_one(instance), ticks, "greedy")
+    search.improve(instance, [found.assigned], found, 1e-3, effort())
     assert (found.assigned.sum(axis=0) == instance.counts).all()
     assert ticks <= found.bound <= best * (1 + 1e-9)
     # All sets of so few kinds are gone through, so this is the optimum.
@@ -230,22 +231,31 @@ def missing(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("solver", "note"),
+    ("solver", "why"),
     [
-        (failing, "greedy: the solver failed (RuntimeError: HiGHS ended with 'Unknown')"),
-        (late, "greedy: the search for a better plan was not done after 60 s"),
-        (missing, "greedy: the solver failed (ImportError: No module named 'highspy')"),
+        (failing, "RuntimeError: HiGHS ended with 'Unknown'"),
+        (missing, "ImportError: No module named 'highspy'"),
     ],
 )
-def test_a_solver_that_fails_leaves_the_greedy_plan(
-    solver: Any, note: str, monkeypatch: pytest.MonkeyPatch
+def test_a_solver_that_fails_leaves_what_was_found_without_it(
+    solver: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = random_instance(14)
     greedy = make_plan(*given, method="greedy")
     monkeypatch.setattr(columns, "optimal", solver)
     plan = make_plan(*given)
+    assert plan.makespan < greedy.makespan and plan.bound == greedy.bound
+    assert plan.method == "pairs" and plan.notes[-1] == f"pairs: the solver failed ({why})"
+    assert make_plan(*given) == plan
+
+
+def test_a_search_that_takes_too_long_leaves_the_greedy_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = random_instance(14)
+    greedy = make_plan(*given, method="greedy")
+    monkeypatch.setattr(columns, "optimal", late)
+    plan = make_plan(*given)
     assert (plan.owners, plan.method, plan.bound) == (greedy.owners, "greedy", greedy.bound)
-    assert plan.notes[-1] == note
+    assert plan.notes[-1] == "greedy: the search for a better plan was not done after 60 s"
 
 
 def test_a_solver_that_returns_nothing_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +263,7 @@ def test_a_solver_that_returns_nothing_is_a_failure(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(highspy.Highs, "run", lambda self: None)
     plan = make_plan(*random_instance(14))
-    assert plan.method == "greedy"
+    assert plan.method == "pairs"
     assert "the solver failed (RuntimeError: HiGHS ended with 'Not Set')" in plan.notes[-1]
 
 
