@@ -234,7 +234,10 @@ def measure(rank: int, setting: Setting, store: str, results: Any) -> None:
     rates = Rates(setting, mesh)
     rates.sample()
     plan = plan_for(scenario_of(setting, rates), "planned")
-    owners = {name: ranks[0] for name, ranks in plan.owners.items()}
+    # Ranks time alike, not equal: the first one's plan is everyone's.
+    shared = [{name: ranks[0] for name, ranks in plan.owners.items()}]
+    dist.broadcast_object_list(shared)
+    owners = shared[0]
     steps = {strategy: trainer(strategy, setting, mesh, owners) for strategy in STRATEGIES}
     for step in steps.values():
         step()
