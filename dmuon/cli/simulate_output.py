@@ -36,7 +36,9 @@ def as_document(scenario: Scenario, comparisons: Sequence[Comparison]) -> dict[s
             {
                 "ranks": comparison.ranks,
                 "strategies": [
-                    simulation_document(each, comparison.overhead(each.strategy))
+                    simulation_document(
+                        each, comparison.overhead(each.strategy), network.cluster.machine.memory
+                    )
                     for each in comparison.simulations
                 ],
             }
@@ -47,8 +49,8 @@ def as_document(scenario: Scenario, comparisons: Sequence[Comparison]) -> dict[s
     }
 
 
-def simulation_document(simulation: Simulation, overhead: float) -> dict[str, Any]:
-    """One strategy's figures; ``overhead`` is over AdamW's step."""
+def simulation_document(simulation: Simulation, overhead: float, memory: float) -> dict[str, Any]:
+    """One strategy's figures; ``overhead`` is over AdamW's step, ``memory`` what a device has."""
     from dmuon.simulator import STRATEGIES
 
     return {
@@ -60,6 +62,7 @@ def simulation_document(simulation: Simulation, overhead: float) -> dict[str, An
         "waiting_ms": simulation.waiting * 1e3,
         "optimizer_step_ms": simulation.optimizer * 1e3,
         "memory_bytes": max(simulation.memory),
+        "memory_of_device": memory,
         "transfers_ms": [
             {"what": what, "way": way, "ms": seconds * 1e3}
             for (what, way), seconds in simulation.ways.items()
@@ -100,7 +103,8 @@ def strategies_table(rows: Sequence[dict[str, Any]], heading: str) -> Table:
             "" if row["strategy"] == "adamw" else f"{row['over_adamw']:+.1%}",
             ms_text(row["optimizer_step_ms"]),
             ms_text(row["waiting_ms"]),
-            f"{row['memory_bytes'] / 1e9:.1f} GB",
+            f"{row['memory_bytes'] / 1e9:.1f} GB"
+            + ("!" if row["memory_bytes"] > row["memory_of_device"] else " "),
         )
     return table
 
@@ -109,7 +113,7 @@ def print_legend(console: Console, assumptions: Sequence[str]) -> None:
     """What the columns mean, and what the figures rest on."""
     console.print(
         "[dim]optimizer: from the last gradient to the last weight; waiting: the busiest rank computes nothing; "
-        "memory: of the fullest rank, without activations[/]\n"
+        "memory: of the fullest rank, without activations; !: more than a device has[/]\n"
     )
     console.print("[bold]Assumed[/]")
     for each in assumptions:

@@ -58,7 +58,8 @@ class Plan:
         notes: what a reader should know: why the bound is above the even share, what a solver did not manage.
 
     Raises:
-        ValueError: an owner that is no rank, a parameter with several, or not one entry for each rank.
+        ValueError: an owner that is no rank, a parameter with several, not one entry for each rank, or batches of
+            other parameters than the rank owns.
     """
 
     owners: Mapping[str, tuple[int, ...]]
@@ -77,6 +78,11 @@ class Plan:
                 raise ValueError(
                     f"{field} needs an entry for each of {self.ranks} ranks, got {len(getattr(self, field))}"
                 )
+
+        for rank, batches in enumerate(self.batches):
+            run = {name for batch in batches for name, _ in batch.pieces}
+            if run != {name for name, owners in self.owners.items() if rank in owners}:
+                raise ValueError(f"the batches of rank {rank} are not those of what it owns")
 
     @property
     def loads(self) -> tuple[float, ...]:

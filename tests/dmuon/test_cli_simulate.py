@@ -26,6 +26,12 @@ def test_tables_compare_strategies_at_each_number_of_ranks() -> None:
     assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
 
 
+def test_memory_that_no_device_has_is_marked() -> None:
+    printed = invoke("simulate", "llama-3.1-8b", "--ranks", "1,64").stdout
+    alone, many = printed.split("64 ranks")
+    assert "1 rank " in alone and alone.count("GB!") == 6 and "GB!" not in many
+
+
 def test_json_has_what_the_tables_say() -> None:
     document = json.loads(invoke("simulate", "gpt2", "--ranks", "8,16", "--json").stdout)
     assert document["simulated"] is True and document["tokens"] == 8192 and document["zero"] == 3

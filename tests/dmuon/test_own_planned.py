@@ -48,7 +48,8 @@ def plans_by_different_timings(folder: str) -> dict[str, Any]:
         plan = from_first(self, value)
         if not isinstance(plan, Plan) or rank == 0:
             return plan
-        return replace(plan, owners={name: ((owner + 1) % 2,) for name, (owner,) in plan.owners.items()})
+        swapped = {name: ((owner + 1) % 2,) for name, (owner,) in plan.owners.items()}
+        return replace(plan, owners=swapped, batches=plan.batches[::-1])
 
     Control.from_first = other  # type: ignore[method-assign]
     first["mismatch"] = outcome(lambda: dmuon.own(build(), mesh_of()))

@@ -126,7 +126,8 @@ def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
     ("old", "new", "needle"),
     [
         ('"ranks": 2', '"ranks": 4', "an entry for each of 4 ranks"),
-        ('"w0": [1]', '"w0": [0]', "the file says"),
+        ('"w0": [1]', '"w0": [0]', "batches of rank 0 are not those of what it owns"),
+        ('"hash": "', '"hash": "0', "the file says"),
         ('"format": 1', '"format": 9', "format 9"),
         ('"owners"', '"owner"', "not a plan"),
         ('"bound": 5.0', '"bound": "x"', "not a plan"),
