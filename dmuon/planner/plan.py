@@ -25,7 +25,8 @@ class Batch:
 
     Args:
         pieces: (parameter, how many of its matrices), in the order of the forward.
-        rows, cols: of each matrix.
+        rows: of each matrix.
+        cols: of each matrix.
         ms: what its step takes.
         source: of ``ms``: "measured", "model" (calibrated on what was measured) or "default" (nothing was).
     """
