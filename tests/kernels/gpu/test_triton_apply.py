@@ -160,7 +160,8 @@ def check_mathematics() -> None:
         call = call_of("apply", Q, X, W, W, 2.0, -3.0)
         options = APPLY.spec(call, SMALL, ARCHS["sm_80"]).options
         names = ("a_rows", "b_rows", "c_rows", "block_m", "block_n", "block_k")
-        constexprs = {name.upper(): options[name] for name in names} | {"QUARTERS": False, "LOWER": ""}
+        constexprs = {name.upper(): options[name] for name in names}
+        constexprs |= {"QUARTERS": False, "LOWER": "", "UPDATE": False, "VECTOR_OUT": False}
         binary: Any = None
         interpret(apply, APPLY.launch(call, SMALL, binary, 1), constexprs, Q, X, W)
         assert torch.equal(W.double(), expected)
