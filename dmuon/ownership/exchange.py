@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from dmuon.ownership.link_costs import GroupCosts, publication_loads, quickest, reduction_loads
+from dmuon.ownership.link_costs import GroupCosts, publication_loads, quickest, summed_loads
 from dmuon.ownership.statistics import Statistics
 
 
@@ -94,9 +94,7 @@ class Exchange:
         if self.size == 1 or not packed.numel():
             return Transfer((), (packed.view(1, packed.numel()),))
         wide = torch.promote_types(packed.dtype, torch.float32)
-        loads = reduction_loads([size * wide.itemsize for size in sizes])
-        loads["all_to_all"] = reduction_loads(_nbytes(packed, sizes))["all_to_all"]
-        way = way or quickest(loads, self.costs.reduce)
+        way = way or quickest(summed_loads(sizes, packed.itemsize, wide.itemsize), self.costs.reduce)
         if way != "all_to_all":
             packed = packed.to(wide)
         self._count("reduce", way, packed, sizes)

@@ -49,6 +49,18 @@ def reduction_loads(sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
     }
 
 
+def summed_loads(counts: Sequence[int], itemsize: int, sum_itemsize: int) -> dict[str, tuple[int, int]]:
+    """The same of elements: of ``itemsize`` bytes as they are, of ``sum_itemsize`` where sums travel.
+
+    Sums are never rounded to less than fp32, so what is narrower goes as it is, or is widened first.
+    """
+    as_they_are = reduction_loads([count * itemsize for count in counts])
+    return {
+        **reduction_loads([count * sum_itemsize for count in counts]),
+        "all_to_all": as_they_are["all_to_all"],
+    }
+
+
 def quickest(loads: Mapping[str, tuple[int, int]], costs: Mapping[str, LinkCosts]) -> str:
     """The way that takes least; of equals the first. A way without costs is none."""
     return min((way for way in loads if way in costs), key=lambda way: costs[way].seconds(*loads[way]))

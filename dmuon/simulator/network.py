@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dmuon.ownership.link_costs import GroupCosts, LinkCosts, publication_loads, reduction_loads
+from dmuon.ownership.link_costs import GroupCosts, LinkCosts, publication_loads, summed_loads
 from dmuon.simulator.machines import Cluster, Machine
 
 INSIDE, ACROSS = "links in nodes", "links across nodes"
@@ -68,9 +68,7 @@ class Group:
     def reduce(self, elements: Sequence[int], itemsize: int) -> Leg:
         """Everyone's ``elements[k]`` to rank k, by what takes least: in ``itemsize`` bytes as they are or, where
         partial sums travel, in the four that those need."""
-        wide = reduction_loads([count * WIDE for count in elements])
-        as_they_are = reduction_loads([count * itemsize for count in elements])
-        return self._quickest(self.costs.reduce, {**wide, "all_to_all": as_they_are["all_to_all"]})
+        return self._quickest(self.costs.reduce, summed_loads(elements, itemsize, WIDE))
 
     def _evenly(self, costs: Mapping[str, LinkCosts], way: str, nbytes: float) -> Leg:
         return self._leg(costs, way, 1, int(nbytes * (self.size - 1) / self.size))

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dmuon.kernels.gpu.binary import Unsupported
+from dmuon.kernels.gpu.binary import Launch, Unsupported, i32, i64, pointer
 from dmuon.kernels.gpu.calls import Matrices
+from dmuon.kernels.gpu.triton_kernels.operands import HIDDEN_ARGS
 
 FIELDS = 5
 """int64 words of a matrix in the table: the addresses of its gradient, momentum and weight, then 1 − μ and μ of its
@@ -76,3 +77,11 @@ def parts_of(matrices: Matrices, elements: int) -> int:
     if matrices.batch * parts >= 1 << 31:
         raise Unsupported(f"triton: {matrices.batch * parts} blocks are more than a grid holds")
     return parts
+
+
+def launch_over(matrices: Matrices, elements: int, *addresses: int) -> Launch:
+    """The launch of a kernel that takes ``addresses``, then how ``matrices`` lie and how many blocks share each."""
+    lines, length, stride = lines_of(matrices)
+    parts = parts_of(matrices, elements)
+    sizes = (i32(lines), i64(length), i64(stride), i64(matrices.batch_stride), i32(parts))
+    return Launch((matrices.batch * parts, 1, 1), (*map(pointer, addresses), *sizes, *HIDDEN_ARGS))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmuon.kernels.gpu.arch import Arch
-from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, i32, i64, pointer
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, i32, pointer
 from dmuon.kernels.gpu.calls import Matrices
-from dmuon.kernels.gpu.triton_kernels.elementwise import WEIGHT_DTYPES, lines_of, parts_of, wide
+from dmuon.kernels.gpu.triton_kernels.elementwise import WEIGHT_DTYPES, launch_over, parts_of, wide
 from dmuon.kernels.gpu.triton_kernels.operands import HIDDEN_ARGS
 
 PARTS = ("look", "count")
@@ -58,12 +58,10 @@ class GuardFamily:
         self, call: GuardCall, config: Mapping[str, Any], binaries: tuple[Binary, Binary]
     ) -> tuple[Launch, Launch]:
         """The two launches, to be made in this order."""
-        lines, length, stride = lines_of(call.values)
         parts = parts_of(call.values, config["elements"])
-        sizes = (i32(lines), i64(length), i64(stride), i64(call.values.batch_stride), i32(parts))
-        look = (pointer(call.values.address), pointer(call.found), *sizes, *HIDDEN_ARGS)
+        look = launch_over(call.values, config["elements"], call.values.address, call.found)
         count = (pointer(call.found), pointer(call.counter), i32(parts), *HIDDEN_ARGS)
-        return Launch((call.values.batch * parts, 1, 1), look), Launch((call.values.batch, 1, 1), count)
+        return look, Launch((call.values.batch, 1, 1), count)
 
 
 GUARD = GuardFamily()

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmuon.kernels.gpu.arch import Arch
-from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, i32, i64, pointer
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported
 from dmuon.kernels.gpu.calls import Matrices
-from dmuon.kernels.gpu.triton_kernels.elementwise import WEIGHT_DTYPES, lines_of, parts_of, wide
-from dmuon.kernels.gpu.triton_kernels.operands import HIDDEN_ARGS
+from dmuon.kernels.gpu.triton_kernels.elementwise import WEIGHT_DTYPES, launch_over, wide
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,7 @@ class MoveFamily:
 
     def launches(self, call: MoveCall, config: Mapping[str, Any], binaries: tuple[Binary]) -> tuple[Launch]:
         """The launch."""
-        lines, length, stride = lines_of(call.direction)
-        parts = parts_of(call.direction, config["elements"])
-        args = (
-            pointer(call.table),
-            pointer(call.direction.address),
-            i32(lines),
-            i64(length),
-            i64(stride),
-            i64(call.direction.batch_stride),
-            i32(parts),
-            *HIDDEN_ARGS,
-        )
-        return (Launch((call.direction.batch * parts, 1, 1), args),)
+        return (launch_over(call.direction, config["elements"], call.table, call.direction.address),)
 
 
 MOVE = MoveFamily()

@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmuon.kernels.gpu.arch import Arch
-from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported, i32, i64, pointer
+from dmuon.kernels.gpu.binary import Binary, KernelSpec, Launch, Unsupported
 from dmuon.kernels.gpu.calls import Matrices
 from dmuon.kernels.gpu.triton_kernels.elementwise import (
     EXACT_DTYPES,
     WEIGHT_DTYPES,
-    lines_of,
-    parts_of,
+    launch_over,
     wide,
 )
-from dmuon.kernels.gpu.triton_kernels.operands import HIDDEN_ARGS
 
 PARTS = ("advance", "scale")
 """The two launches, in order."""
@@ -90,20 +88,8 @@ class PrepareFamily:
         self, call: PrepareCall, config: Mapping[str, Any], binaries: tuple[Binary, Binary]
     ) -> tuple[Launch, Launch]:
         """The two launches, to be made in this order."""
-        lines, length, stride = lines_of(call.result)
-        parts = parts_of(call.result, config["elements"])
-        args = (
-            pointer(call.table),
-            pointer(call.partials),
-            pointer(call.result.address),
-            i32(lines),
-            i64(length),
-            i64(stride),
-            i64(call.result.batch_stride),
-            i32(parts),
-            *HIDDEN_ARGS,
-        )
-        launch = Launch((call.result.batch * parts, 1, 1), args)
+        addresses = (call.table, call.partials, call.result.address)
+        launch = launch_over(call.result, config["elements"], *addresses)
         return launch, launch
 
 
