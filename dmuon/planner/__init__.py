@@ -7,12 +7,11 @@ from dmuon.planner.costs import StepCosts
 from dmuon.planner.file import plan_in_file
 from dmuon.planner.instance import Costs
 from dmuon.planner.items import Item, items_of
-from dmuon.planner.make import TOLERANCE, make_plan, plan_of_owners
+from dmuon.planner.make import make_plan, plan_of_owners
 from dmuon.planner.plan import Batch, Owners, Plan, given_owners
 from dmuon.planner.profiling import Profile, profile
 
 __all__ = [
-    "TOLERANCE",
     "Batch",
     "Bound",
     "Costs",
