@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from distributed_contenders import ADAMW, ITERATION, OURS, VOCABULARY, Contender, make_contenders
 from distributed_traffic import count
+from ranks import measure_in_ranks
 from timing import interleave
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,11 +65,7 @@ def measure_in_processes(setting: Setting) -> Measured:
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed.
     """
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(_rank, (setting, store, results), nprocs=setting.ranks)
-        measured: Measured = results.get()
+    measured: Measured = measure_in_ranks(_rank, setting, setting.ranks)
     return measured
 
 

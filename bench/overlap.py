@@ -9,12 +9,10 @@ of their own, which carries one transfer at a time. README.md, next to this file
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -22,6 +20,7 @@ from unittest import mock
 import click
 import torch
 import torch.distributed as dist
+from ranks import measure_in_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -175,21 +174,6 @@ def measure(rank: int, setting: Setting, store: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def run(setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
-    """The measurements of :func:`measure`.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (setting, str(Path(folder) / "store"), results)
-        torch.multiprocessing.spawn(measure, arguments, nprocs=setting.ranks)
-        seconds, transfers = results.get()
-    return seconds, transfers
-
-
 @click.command()
 @click.option("--ranks", type=click.IntRange(min=2), default=4, show_default=True)
 @click.option("--blocks", type=click.IntRange(min=1), default=8, show_default=True)
@@ -208,7 +192,8 @@ def main(
 ) -> None:
     """How much of its exchanges a step hides, with every transfer delayed."""
     times = (each / 1e3 for each in (delay, forward, backward))
-    seconds, transfers = run(Setting(ranks, blocks, *times, zero == "3", rounds, steps))
+    setting = Setting(ranks, blocks, *times, zero == "3", rounds, steps)
+    seconds, transfers = measure_in_ranks(measure, setting, ranks)
     longest = max(transfers.values()) * delay / 1e3
     bound = max(seconds["compute"], longest)
     table = Table(title=f"ZeRO-{zero}, {ranks} ranks, {blocks} blocks, {delay:g} ms a transfer")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from ranks import measure_in_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -277,25 +277,6 @@ def measure(rank: int, setting: Setting, store: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def run(setting: Setting) -> dict[str, Any]:
-    """The document of :func:`measure`.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (setting, str(Path(folder) / "store"), results)
-        running = torch.multiprocessing.spawn(measure, arguments, nprocs=setting.ranks, join=False)
-        # What is put has to be taken before the process that put it can end.
-        while results.empty() and not running.join(timeout=0.2):
-            pass
-        document: dict[str, Any] = results.get()
-        running.join()
-    return document
-
-
 @click.command()
 @click.option("--ranks", type=click.IntRange(min=2), default=4, show_default=True)
 @click.option("--width", type=click.IntRange(min=8), default=384, show_default=True, help="Of a block.")
@@ -316,7 +297,8 @@ def main(
 ) -> None:
     """Compare simulated steps with measured ones."""
     setting = Setting(ranks, width, blocks, tokens, rounds, steps)
-    document = run(Setting(2, 64, 2, 64, 2, 1) if quick else setting)
+    setting = Setting(2, 64, 2, 64, 2, 1) if quick else setting
+    document: dict[str, Any] = measure_in_ranks(measure, setting, setting.ranks)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"simulator-cpu-{datetime.now():%Y-%m-%d-%H%M%S}.json"
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
