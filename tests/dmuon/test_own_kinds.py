@@ -276,5 +276,6 @@ def own_adapted() -> str:
 def test_with_lora_alone_there_is_nothing_to_own() -> None:
     for message in run_ranks(2, own_adapted):
         assert message == (
-            "ValueError: the policy finds no trainable matrix in the model: there is nothing to own"
+            "ValueError: the policy finds no trainable matrix in the model: there is nothing to own; "
+            "it has 43 x takes no gradient, 24 x LoRA factor"
         )
