@@ -42,11 +42,10 @@ class MatrixStep:
         left = Counter(update.parameter for update in updates for _ in range(update.matrix.batch))
         for step, members in self._alike(updates).items():
             for batch in batches(members):
-                counter = self._counter(batch[0].update.parameter.device)
                 if step is None:
-                    self._move_batch(batch, counter)
+                    self._move_batch(batch)
                 else:
-                    self._fused.move(step, batch, counter)
+                    self._fused.move(step, batch, self._counter(batch[0].update.parameter.device))
                 for piece in batch:
                     left[piece.update.parameter] -= piece.count
                     if not left[piece.update.parameter]:
@@ -70,8 +69,8 @@ class MatrixStep:
                 alike.setdefault(step, []).append(update)
         return alike
 
-    def _move_batch(self, batch: list[Piece], counter: Tensor) -> None:
-        """Orthogonalise one batch of equal matrices and move each against its own result."""
+    def orthogonalized(self, batch: list[Piece]) -> Sequence[Tensor]:
+        """The directions of one batch of equal matrices, (count, rows, cols) each: scratch, until the next batch."""
         matrix, group, like = batch[0].update.matrix, batch[0].update.group, batch[0].update.momentum
         counts = [piece.count for piece in batch]
         shape, recorded = (sum(counts), matrix.rows, matrix.cols), replayable(like.device)
@@ -88,8 +87,14 @@ class MatrixStep:
         else:
             gram_ns(stack, **how, out=stack)
         # A sum over entries of at most 1 is finite unless one of them is not.
+        counter = self._counter(like.device)
         counter += (~stack.sum((-2, -1), dtype=torch.float32).isfinite()).sum()
-        for piece, direction in zip(batch, torch.split(stack, counts), strict=True):
+        return torch.split(stack, counts)
+
+    def _move_batch(self, batch: list[Piece]) -> None:
+        """Orthogonalise one batch of equal matrices and move each against its own result."""
+        matrix = batch[0].update.matrix
+        for piece, direction in zip(batch, self.orthogonalized(batch), strict=True):
             factor = self._rules[piece.update.group["adjust_lr"]](matrix.rows, matrix.cols)
             _move(piece.parameter(), direction, piece.update.group, factor)
 
