@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dmuon.ownership.checkpoint import save_checkpoint as save_checkpoint
     from dmuon.ownership.consistency import check_consistency as check_consistency
     from dmuon.ownership.export import full_state_dict as full_state_dict
+    from dmuon.ownership.grad_scaler import GradScaler as GradScaler
     from dmuon.ownership.gradients import clip_grad_norm_ as clip_grad_norm_
     from dmuon.ownership.gradients import set_requires_gradient_sync as set_requires_gradient_sync
     from dmuon.ownership.materialize import materialize as materialize
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "GradScaler": "dmuon.ownership.grad_scaler",
     "Muon": "dmuon.muon",
     "MatrixPolicy": "dmuon.policy",
     "check_consistency": "dmuon.ownership.consistency",
@@ -37,6 +39,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "GradScaler",
     "MatrixPolicy",
     "Muon",
     "__version__",

@@ -220,12 +220,12 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse, the model has got other parameters since the optimizer was built, or
-                a GradScaler takes the step of an owned model; no parameter has been changed then.
+                torch's GradScaler takes the step of an owned model; no parameter has been changed then.
         """
         if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
             raise RuntimeError(
-                "a GradScaler can neither unscale the gradients of owned parameters nor see an Inf in them: "
-                "compute in bf16 (compute_dtype of dmuon.own), which needs no scaler"
+                "torch's GradScaler can neither unscale the gradients of owned parameters nor see an Inf in them: "
+                "use dmuon.GradScaler, or compute in bf16 (compute_dtype of dmuon.own), which needs none"
             )
         loss = None
         if closure is not None:
@@ -256,7 +256,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands over what it knows: then an owned model's step notices the scaler."""
+        """Whether a GradScaler hands over what it knows: then an owned model's step notices torch's."""
         return self._owned is not None
 
     def nonfinite(self) -> int:

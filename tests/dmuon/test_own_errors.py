@@ -190,6 +190,6 @@ def scale() -> list[str]:
     return found
 
 
-def test_a_grad_scaler_is_refused() -> None:
+def test_torchs_grad_scaler_is_refused() -> None:
     for at_once, unscaled, off in run_ranks(2, scale):
-        assert "compute in bf16" in at_once and at_once == unscaled and not off, (at_once, unscaled, off)
+        assert "use dmuon.GradScaler" in at_once and at_once == unscaled and not off, (at_once, unscaled, off)
