@@ -23,27 +23,27 @@ _HEADER_BYTES = 100
 
 
 @contextmanager
-def folder_lock(folder: Path, *, exclusive: bool) -> Iterator[None]:
+def folder_lock(folder: Path, *, exclusive: bool, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold the folder's advisory lock: shared while a store in it is open, exclusive to set one aside.
 
     Renaming an SQLite file under a connection that is just opening would pair it with another file's log.
 
     Raises:
-        TimeoutError: not had within :data:`LOCK_SECONDS`.
+        TimeoutError: not had within ``seconds``.
     """
     if fcntl is None:
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _flock(descriptor, folder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        _flock(descriptor, folder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, seconds)
         yield
     finally:
         os.close(descriptor)
 
 
-def _flock(descriptor: int, folder: Path, kind: int) -> None:
-    deadline = time.monotonic() + LOCK_SECONDS
+def _flock(descriptor: int, folder: Path, kind: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import os
-import warnings
 from collections.abc import Container, Mapping
+from contextlib import ExitStack
 from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
@@ -16,21 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from dmuon.muon import Muon
 from dmuon.names import listed
-from dmuon.ownership import checkpoint_folder
+from dmuon.ownership import checkpoint_files, checkpoint_folder
 from dmuon.ownership.checkpoint_folder import EXTRA
 from dmuon.ownership.control import Control
 from dmuon.ownership.registry import ownership_of
@@ -69,30 +66,31 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: ``path`` is or holds something else.
-        TypeError: ``extra`` is no mapping or holds what it must not.
+        TypeError: ``extra`` is no mapping or holds what it must not, or the optimizer is no :class:`Muon`.
         ValueError: the optimizer is not the model's.
-        RuntimeError: another rank failed. Nothing at ``path`` has changed then, and likewise if writing fails, which
-            raises a ``torch.distributed.checkpoint`` exception.
+        OSError: this rank cannot write there, or the disk is full.
+        RuntimeError: another rank failed, or another process is saving to ``path``.
+
+    Whatever is raised, ``path`` is as it was, and ``path.partial`` is gone.
     """
     path, ranks = Path(path).absolute(), _ranks(model)
+    with ExitStack() as stack:
 
-    def prepare() -> dict[str, Any]:
-        _pack(extra, None)
-        state = _state_of(model, optimizer)
-        if _is_first():
-            checkpoint_folder.start(path)
-        return state
+        def prepare() -> dict[str, Any]:
+            _pack(extra, None)
+            state = _state_of(model, optimizer)
+            if _is_first():
+                stack.enter_context(checkpoint_folder.partial(path))
+            return state
 
-    state = ranks.together(prepare, "save_checkpoint")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        metadata = save(state, storage_writer=FileSystemWriter(checkpoint_folder.partial_of(path)))
+        state = ranks.together(prepare, "save_checkpoint")
+        metadata = checkpoint_files.write(checkpoint_folder.partial_of(path), state)
 
-    def commit() -> None:
-        if _is_first():
-            checkpoint_folder.finish(path, _pack(extra, metadata))
+        def commit() -> None:
+            if _is_first():
+                checkpoint_folder.finish(path, _pack(extra, metadata))
 
-    ranks.together(commit, "save_checkpoint")
+        ranks.together(commit, "save_checkpoint")
 
 
 def load_checkpoint(
@@ -117,9 +115,10 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint, on all ranks; a script that resumes by itself can begin anew.
+        TypeError: the optimizer is no :class:`Muon`.
         ValueError: a name is missing or too many, a shape or the groups differ, or the optimizer is not the model's.
-        RuntimeError: another rank failed. Reading a damaged file raises a ``torch.distributed.checkpoint`` exception;
-            then the model has been loaded in part.
+        OSError, RuntimeError: a file cannot be read or is damaged, on this rank or on another, or the checkpoint was
+            replaced meanwhile. Then the model may have been loaded in part.
     """
     ranks = _ranks(model)
     found = ranks.from_first(
@@ -127,7 +126,7 @@ def load_checkpoint(
     )
     if found is None:
         raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)}")
-    folder, metadata = found
+    folder, metadata, opened = found
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
         return _state_of(model, optimizer, metadata.state_dict_metadata), _unpack(folder, metadata)
@@ -138,10 +137,11 @@ def load_checkpoint(
     if optimizer is not None:
         ours = state["optimizer"].pop("param_groups")
         groups = copy.deepcopy(ours)
-        _read(folder, {"optimizer": {"param_groups": groups}}, strict)
+        checkpoint_files.read(folder, {"optimizer": {"param_groups": groups}}, strict)
         if not ranks.together(lambda: _groups_fit(optimizer, groups, strict), "load_checkpoint"):
             groups = ours
-    _read(folder, state, strict)
+    checkpoint_files.read(folder, state, strict)
+    ranks.together(lambda: _check_kept(folder, opened), "load_checkpoint")
     if state["model"]:
         set_model_state_dict(model, state["model"], options=_LENIENT)
     else:
@@ -154,15 +154,6 @@ def load_checkpoint(
             group.update({key: saved[key] for key in saved if key not in ("params", "param_names")})
         optimizer.load_state_dict(whole)
     return extra
-
-
-class _PlainPlanner(DefaultLoadPlanner):
-    """Refuses to unpickle anything but plain values."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
 
 
 class _Alone(Control):
@@ -198,6 +189,8 @@ def _state_of(model: nn.Module, optimizer: Muon | None, saved: Container[str] = 
     """This rank's part, in the very tensors of model and optimizer. Frozen parameters have state if it is ``saved``."""
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=_LENIENT)}
     if optimizer is not None:
+        if not isinstance(optimizer, Muon):
+            raise TypeError(f"optimizer must be a dmuon.Muon, got {type(optimizer).__name__}")
         known = set(model.parameters())
         if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
@@ -260,16 +253,19 @@ def _groups_fit(optimizer: Muon, groups: list[dict[str, Any]], strict: bool) -> 
     return True
 
 
-def _read(folder: Path, state: dict[str, Any], strict: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        planner = _PlainPlanner(allow_partial_load=not strict)
-        load(state, storage_reader=FileSystemReader(folder), planner=planner)
-
-
-def _open(path: Path) -> tuple[Path, Metadata] | None:
+def _open(path: Path) -> tuple[Path, Metadata, tuple[int, ...] | None] | None:
     folder = checkpoint_folder.find(path)
-    return None if folder is None else (folder, FileSystemReader(folder).read_metadata())
+    if folder is None:
+        return None
+    opened = checkpoint_folder.identity(folder)
+    return folder, FileSystemReader(folder).read_metadata(), opened
+
+
+def _check_kept(folder: Path, opened: tuple[int, ...] | None) -> None:
+    if _is_first() and checkpoint_folder.identity(folder) != opened:
+        raise RuntimeError(
+            f"the checkpoint at {folder} was replaced while it was loaded: load again, and do not use the model before"
+        )
 
 
 def _unpack(folder: Path, metadata: Metadata) -> dict[str, Any]:
