@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-
 PAGES = [
     "README.md",
     "docs/index.md",
@@ -19,6 +18,21 @@ PAGES = [
     "docs/policy.md",
     "docs/tuning.md",
 ]
+# Whose examples need several processes or more packages.
+ELSEWHERE = {
+    "docs/checkpoints.md": "test_own_checkpoint.py",
+    "docs/clients.md": "test_clients.py",
+    "docs/distributed.md": "test_own_example.py, test_own_groups.py, test_own_meta.py",
+    "docs/kernels.md": "tests/kernels/test_kernels_page.py",
+}
+
+
+def test_no_page_is_forgotten() -> None:
+    pages = [ROOT / "README.md", ROOT / "bench" / "README.md", *(ROOT / "docs").glob("**/*.md")]
+    with_examples = {
+        p.relative_to(ROOT).as_posix() for p in pages if "```python\n" in p.read_text(encoding="utf-8")
+    }
+    assert with_examples == {*PAGES, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("page", PAGES)
