@@ -27,9 +27,16 @@ def check_current(
         routed: the parameters whose matrices it knows.
 
     Raises:
-        RuntimeError: a parameter without a gradient has been owned since, or is not in the model any more; or one of
-            a Muon group is not the one that the optimizer was built with.
+        RuntimeError: a group has other names than parameters; a parameter without a gradient has been owned since, or
+            is not in the model any more; or one of a Muon group is not the one that the optimizer was built with.
     """
+    for k, group in enumerate(groups):
+        names = group.get("param_names", group["params"])
+        if len(names) != len(group["params"]):
+            raise RuntimeError(
+                f"group {k} of the optimizer has {len(group['params'])} params but {len(names)} param_names: "
+                "change both alike"
+            )
     for group in groups:
         swapped = [k for k, parameter in enumerate(group["params"]) if parameter not in routed]
         if group["algorithm"] == "muon" and swapped:

@@ -119,6 +119,10 @@ def _named(group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
         raise TypeError(f"params must be tensors or (name, tensor) pairs, got {type(params).__name__}")
     params = [params] if isinstance(params, Tensor) else list(params)
     if "param_names" in group and not any(isinstance(entry, tuple) for entry in params):
+        if len(group["param_names"]) != len(params):
+            raise ValueError(
+                f"the group has {len(params)} params but {len(group['param_names'])} param_names"
+            )
         params = list(zip(group["param_names"], params, strict=True))
     pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     for _, tensor in pairs:
@@ -160,7 +164,10 @@ def _matrices(
             raise ValueError(f"algorithm 'muon' needs matrices, but {label} is none: {routing.reason}")
         matrices = routing.matrices
     if matrices and type(tensor).__name__ == "DTensor":
-        raise ValueError(f"parameter {label} is a DTensor, but Muon needs whole matrices: do not shard it")
+        raise ValueError(
+            f"parameter {label} is a DTensor, but Muon needs whole matrices: call dmuon.own before it is sharded, with "
+            "all trainable that ever will be, or give it to AdamW by algorithm='adamw'"
+        )
     for matrix in matrices:
         matrix.view(tensor)
     return matrices

@@ -18,7 +18,7 @@ from dmuon.groups import Matrices, check_options, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
 from dmuon.matrix_step import MatrixStep, momentum_of
-from dmuon.ownership.absent import is_owned
+from dmuon.ownership.absent import is_master, is_owned
 from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy, reasons_of
 from dmuon.slots import slots_of_model
@@ -182,10 +182,10 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         groups, matrices = split_group(param_group, self.defaults, self._matrices, self._policy)
-        if self._owned is None and any(map(is_owned, matrices)):
+        if self._owned is None and any(is_owned(parameter) or is_master(parameter) for parameter in matrices):
             raise ValueError(
-                "some of the parameters are owned: give the optimizer the whole model, dmuon.Muon(model), and divide "
-                "its Muon group for options of their own (docs/distributed.md)"
+                "some of the parameters are owned, or masters of such: give the optimizer the whole model, "
+                "dmuon.Muon(model), and divide its Muon group for options of their own (docs/distributed.md)"
             )
         before = len(self.param_groups)
         try:

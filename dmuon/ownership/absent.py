@@ -117,6 +117,16 @@ def is_owned(parameter: Tensor) -> bool:
     return "_absence" in parameter.__dict__
 
 
+def mark_master(parameter: Tensor) -> None:
+    """Note that it is what an owner keeps."""
+    parameter._dmuon_master = True  # type: ignore[attr-defined]
+
+
+def is_master(parameter: Tensor) -> bool:
+    """Whether it is what an owner keeps of an owned parameter."""
+    return "_dmuon_master" in parameter.__dict__
+
+
 def same_place(parameter: Tensor, values: Tensor) -> bool:
     """Whether ``parameter`` shows just ``values``; while it is absent, whether it would."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dmuon.ownership.absent import AbsentParameter, hide, placeholder, reveal, same_place
+from dmuon.ownership.absent import AbsentParameter, hide, mark_master, placeholder, reveal, same_place
 
 
 @dataclass(eq=False)
@@ -125,7 +125,9 @@ class Bucket:
             )
             matrix = OwnedMatrix(each, parameter, holder, owners[each], start, stop, view, absent, why)
             if matrix.owner == rank:
-                matrix.master = nn.Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
+                master = parameter.detach().clone(memory_format=torch.contiguous_format)
+                matrix.master = nn.Parameter(master)
+                mark_master(matrix.master)
             self.matrices.append(matrix)
         self.free()
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dmuon.ownership.registry import require_ownership
+from dmuon.ownership.registry import ownership_of
 from dmuon.ownership.sharded import reshard
 from dmuon.shards import local
 
@@ -15,12 +15,12 @@ from dmuon.shards import local
 def set_requires_gradient_sync(model: nn.Module, flag: bool) -> None:
     """Whether the backwards that follow reduce gradients, owned and FSDP's alike; else they add up locally.
 
-    Set it to False for all micro-batches of a step but the last, and to True before the last one's forward.
-
-    Raises:
-        ValueError: the model is not owned.
+    Set it to False for all micro-batches of a step but the last, and to True before the last one's forward. Of a model
+    that is not owned it is FSDP's alone, and nothing where that has no part in it.
     """
-    require_ownership(model).set_requires_gradient_sync(flag)
+    owned = ownership_of(model)
+    if owned is not None:
+        owned.set_requires_gradient_sync(flag)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(flag, recurse=False)
@@ -31,19 +31,24 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``. Collective.
 
     Args:
-        model: owned; its gradients are those of the owners' masters, of FSDP's shards and of the parameters that
-            neither has, which count as equal on all ranks.
+        model: if owned, its gradients are those of the owners' masters, of FSDP's shards and of the parameters that
+            neither has, which count as equal on all ranks. One that is not owned is
+            :func:`torch.nn.utils.clip_grad_norm_`'s.
         max_norm: positive.
 
     Returns:
-        The norm before, an fp64 scalar on the model's device, equal on all ranks. Nothing waits for it.
+        The norm before, a scalar on the model's device, equal on all ranks; of an owned model in fp64. Nothing waits
+        for it.
 
     Raises:
-        ValueError: ``max_norm`` is not positive, or the model is not owned.
+        ValueError: ``max_norm`` is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    owned = require_ownership(model)
+    owned = ownership_of(model)
+    if owned is None:
+        plain = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return plain.full_tensor() if isinstance(plain, DTensor) else plain
     owned.finish()
     reshard(model)
     masters = [master.grad for master in owned.masters.values() if master.grad is not None]

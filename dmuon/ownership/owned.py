@@ -20,6 +20,7 @@ from dmuon.ownership.consistency import compare, debugging
 from dmuon.ownership.control import Control
 from dmuon.ownership.meta import leave_meta, require_values
 from dmuon.ownership.planning import PathLike, given_fact, plan_for, plan_together
+from dmuon.ownership.presence import Presence, refuse_other_optimizers
 from dmuon.ownership.probe import known_network, make_routes
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.reducer import Reducer
@@ -199,11 +200,13 @@ class Owned:
         self.masters_of = {m.parameter: m.master for m in every if m.master is not None}
         self._buckets, self._debug = buckets, debug
         self._publisher = Publisher(buckets, routes, reshard)
-        self._reducer = Reducer(buckets, routes, control, reduce_dtype)
+        presence = Presence(model, self.parameters)
+        self._reducer = Reducer(buckets, routes, control, reduce_dtype, presence)
         self._runtime = Runtime(model, buckets, self._publisher, self._reducer)
         self.state_dicts = StateDicts(model, self, every)
         setattr(model, ATTRIBUTE, self)
         require_values(self, [model, *(bucket.module for bucket in buckets)])
+        refuse_other_optimizers()
 
     def describe(self) -> str:
         """Who owns how much, as a table to print."""

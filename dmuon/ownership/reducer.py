@@ -16,6 +16,7 @@ import torch
 
 from dmuon.ownership.buckets import Bucket, OwnedMatrix
 from dmuon.ownership.control import Control
+from dmuon.ownership.presence import Presence
 from dmuon.ownership.routes import Pending, Routes
 
 
@@ -27,12 +28,19 @@ class Reducer:
         routes: how they travel.
         control: to agree on what was sent.
         dtype: on the wire.
+        presence: of the owned parameters in the model.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], routes: Routes, control: Control, dtype: torch.dtype
+        self,
+        buckets: Sequence[Bucket],
+        routes: Routes,
+        control: Control,
+        dtype: torch.dtype,
+        presence: Presence,
     ) -> None:
         self._buckets, self._routes, self._control, self._dtype = buckets, routes, control, dtype
+        self._presence = presence
         self._pending: deque[tuple[Bucket, Pending]] = deque()
         self._waiting = [{id(matrix) for matrix in bucket.matrices} for bucket in buckets]
         self._complete = [False] * len(buckets)
@@ -74,11 +82,12 @@ class Reducer:
         A parameter that had no gradient on any rank gets none.
 
         Raises:
-            RuntimeError: an owned parameter has been changed, on this rank or on another.
+            RuntimeError: an owned parameter has been changed or removed, on this rank or on another.
         """
         matrices = [matrix for bucket in self._buckets for matrix in bucket.matrices]
         failure: Exception | None = None
         try:
+            self._presence.check()
             for bucket in self._buckets:
                 bucket.check()
         except RuntimeError as error:
