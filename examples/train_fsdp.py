@@ -1,10 +1,10 @@
-"""Train a small GPT on several processes with Muon beside FSDP2.
+"""Train a small GPT with Muon beside FSDP2, on any number of processes.
 
-    torchrun --nproc-per-node 4 examples/train_fsdp.py --checkpoint run
+    torchrun --nproc-per-node 4 examples/train_fsdp.py
 
-Runs on CUDA with NCCL where every process has a GPU, else on the CPU with gloo. The text is this very file's folder,
-read byte by byte; every process draws its own batches from it. Started again with the same --checkpoint, on as many
-processes as you like, it goes on where it was.
+Runs on CUDA with NCCL where every process has a GPU, else on the CPU with gloo. With ``--resume`` it goes on from the
+last checkpoint, on as many processes as you like. The text is this very file's folder, read byte by byte; every
+process draws its own batches from it.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         )
     optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=4e-3)
 
-    start = 0
-    if arguments.checkpoint:
+    start, last = 0, arguments.out / "last"
+    if arguments.resume:
         with suppress(FileNotFoundError):  # in the first run
-            start = dmuon.load_checkpoint(arguments.checkpoint, model, optimizer)["step"]
+            start = dmuon.load_checkpoint(last, model, optimizer)["step"]
 
     if rank == 0:
         print(owned.describe(), f"from step {start}", sep="\n", flush=True)
-    text, batches = read_text(), torch.Generator()
+    text, batches, losses = read_text(), torch.Generator(), []
     for step in range(start, arguments.steps):
         # By the step, so that a run that goes on draws what it would have drawn.
         batches.manual_seed(step * ranks + rank)
@@ -123,17 +123,20 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         optimizer.zero_grad()
         if step % 10 == 0 or step == arguments.steps - 1:
             dist.all_reduce(total)
+            losses.append(total.item() / ranks)
             if rank == 0:
-                mean = total.item() / ranks
-                print(f"step {step:4d}  loss {mean:.3f}  gradient norm {norm.item():.3f}", flush=True)
+                print(f"step {step:4d}  loss {losses[-1]:.3f}  gradient norm {norm.item():.3f}", flush=True)
         done = step + 1
-        if arguments.checkpoint and (done % arguments.save_every == 0 or done == arguments.steps):
-            dmuon.save_checkpoint(arguments.checkpoint, model, optimizer, extra={"step": done})
+        if done % arguments.save_every == 0 or done == arguments.steps:
+            dmuon.save_checkpoint(last, model, optimizer, extra={"step": done})
+    if rank == 0 and losses:
+        print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last; checkpoint saved to {last}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--save-every", type=int, default=50, help="steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="windows of each process (default: %(default)s)")
     parser.add_argument(
         "--accumulate", type=int, default=1, help="micro-batches a step (default: %(default)s)"
@@ -143,8 +146,8 @@ def main() -> None:
     parser.add_argument(
         "--hsdp", type=int, metavar="REPLICAS", help="shard within each of so many replicas only"
     )
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="save there, and go on from what is there")
-    parser.add_argument("--save-every", type=int, default=50, help="steps (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("train_fsdp"), help="default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.hsdp is not None and (arguments.hsdp < 1 or ranks % arguments.hsdp):

@@ -1,10 +1,10 @@
 """Train a small GPT with AdamW and with Muon on the same batches, and plot both loss curves.
 
-    python examples/train_gpt.py --steps 300 --out loss.png
+    python examples/train_gpt.py
 
-The text is the language reference that every CPython carries (``pydoc_data.topics``), read byte by byte. Both
-runs start from the same weights, see the same batches and follow the same learning-rate schedule; only the
-optimizer differs. Needs matplotlib.
+With ``--resume`` it goes on from the last checkpoints. The text is the language reference that every CPython carries,
+read byte by byte. Both runs start from the same weights, see the same batches and follow the same learning-rate
+schedule; only the optimizer differs. Needs ``pip install matplotlib``.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def build_optimizer(name: str, model: GPT) -> torch.optim.Optimizer:
     return dmuon.Muon(model, MUON_LR, adamw_lr=ADAMW_LR, adamw_betas=BETAS, weight_decay=WEIGHT_DECAY)
 
 
-def train(name: str, steps: int, device: torch.device, seed: int) -> Curve:
-    """Train from scratch; (step, validation loss) every few steps and at the end."""
+def train(name: str, options: argparse.Namespace) -> Curve:
+    """(step, validation loss) every few steps and at the end."""
+    steps, device, seed, last = options.steps, options.device, options.seed, options.out / f"{name}.pt"
     data = torch.frombuffer(bytearray(read_text()), dtype=torch.uint8).long().to(device)
     training, validation = data.split([int(0.9 * len(data)), len(data) - int(0.9 * len(data))])
     fixed = torch.Generator().manual_seed(seed)
@@ -113,19 +114,34 @@ def train(name: str, steps: int, device: torch.device, seed: int) -> Curve:
         optimizer, lambda step: min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
     batches = torch.Generator().manual_seed(seed + 1)
-    curve, started = [], time.perf_counter()
-    for step in range(steps + 1):
+    start, curve, started = 0, [], time.perf_counter()
+    if options.resume and last.exists():
+        saved = torch.load(last)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        batches.set_state(saved["batches"])
+        start, curve = saved["step"], saved["curve"]
+    for step in range(start, steps + 1):
         if step % EVALUATE_EVERY == 0 or step == steps:
             with torch.no_grad():
                 losses = [loss_of(model, *batch).item() for batch in validation_batches]
             curve.append((step, sum(losses) / len(losses)))
             seconds = time.perf_counter() - started
             print(f"{name:5}  step {step:4d}  loss {curve[-1][1]:.3f}  {seconds:5.1f} s", flush=True)
-        if step < steps:
-            loss_of(model, *sample(training, batches)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+        if step == steps:
+            break
+        loss_of(model, *sample(training, batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        done = step + 1
+        if done % options.save_every == 0 or done == steps:
+            parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            state = {part: value.state_dict() for part, value in parts.items()}
+            state |= {"batches": batches.get_state(), "step": done, "curve": curve}
+            torch.save(state, last.with_suffix(".tmp"))
+            last.with_suffix(".tmp").replace(last)  # whole, or the one before
     return curve
 
 
@@ -190,20 +206,21 @@ def plot(adamw: Curve, muon: Curve, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="of each optimizer (default: %(default)s)")
+    parser.add_argument("--save-every", type=int, default=50, help="steps (default: %(default)s)")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--out", type=Path, default=Path("train_gpt.png"), help="the plot (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error(f"--steps must be at least 1, got {arguments.steps}")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("train_gpt"), help="default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoints in --out")
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
 
-    run = (arguments.steps, arguments.device, arguments.seed)
-    adamw, muon = train("AdamW", *run), train("Muon", *run)
-    plot(adamw, muon, arguments.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    adamw, muon = train("AdamW", options), train("Muon", options)
+    picture = options.out / "loss.png"
+    plot(adamw, muon, picture)
     print(verdict(adamw, muon))
-    print(f"plot saved to {arguments.out}")
+    print(f"loss {muon[0][1]:.3f} at first, {muon[-1][1]:.3f} at last; plot saved to {picture}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def shard_on_cpu(arguments: TrainingArguments) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="default: %(default)s")
     parser.add_argument("--save-every", type=int, default=20, help="steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="windows of each process (default: %(default)s)")
     parser.add_argument(

@@ -35,24 +35,27 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_goes_on_elsewhere(tmp_path: Path) -> None:
-    example, checkpoint = ROOT / "examples" / "train_fsdp.py", ("--checkpoint", str(tmp_path / "run"))
-    printed = torchrun(2, example, "--steps", "12", "--save-every", "5", *checkpoint)
+    example, out = ROOT / "examples" / "train_fsdp.py", ("--out", str(tmp_path), "--resume")
+    printed = torchrun(2, example, "--steps", "12", "--save-every", "5", *out)
     assert "from step 0" in printed
-    printed += torchrun(4, example, "--steps", "21", "--hsdp", "2", *checkpoint)
+    printed += torchrun(4, example, "--steps", "21", "--hsdp", "2", *out)
     assert "24 owned parameters on 4 ranks" in printed and "from step 12" in printed
-    printed += torchrun(1, example, "--steps", "31", *checkpoint)
+    printed += torchrun(1, example, "--steps", "31", *out)
     assert "from step 21" in printed
     steps = [int(step) for step in re.findall(r"step +([0-9]+) ", printed)]
     assert steps == [0, 10, 11, 20, 30]
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", printed)]
+    losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", printed)]
     # Had a run begun anew, its loss would be the first again.
     assert max(losses[1:]) < 0.6 * losses[0] and losses[-1] < min(losses[:-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--zero", "2", "--bf16", "--accumulate", "2")])
-def test_the_example_learns(options: tuple[str, ...]) -> None:
-    printed = torchrun(2, ROOT / "examples" / "train_fsdp.py", "--steps", "31", *options)
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", printed)]
+def test_the_example_learns(options: tuple[str, ...], tmp_path: Path) -> None:
+    printed = torchrun(
+        2, ROOT / "examples" / "train_fsdp.py", "--steps", "31", "--out", str(tmp_path), *options
+    )
+    losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", printed)]
     assert "24 owned parameters on 2 ranks" in printed
     assert len(losses) == 4 and losses[-1] < 0.6 * losses[0]
+    assert f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last" in printed
