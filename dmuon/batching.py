@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dmuon.matrix import Matrix
@@ -28,12 +29,18 @@ class Update:
     momentum: Tensor
     matrix: Matrix
     group: dict[str, Any]
+    second_moment: Tensor | None = None
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the parameter and its momentum are to be rounded stochastically."""
+        return self.group["stochastic_rounding"] and self.parameter.dtype == torch.bfloat16
 
     @property
     def key(self) -> Hashable:
         """Equal for matrices that may share a batch. Transposes do not: stacking them would cost a copy."""
         tensor = self.parameter
-        how = (self.group["coefficients"], self.group["precision"])
+        how = (self.group["coefficients"], self.group["precision"], self.group["normuon_beta2"])
         return (self.matrix.rows, self.matrix.cols, tensor.dtype, tensor.device, *how)
 
 
@@ -60,6 +67,12 @@ class Piece:
     def momentum(self) -> Tensor:
         """For reading only."""
         return self._read(self.update.momentum)
+
+    def second_moment(self) -> Tensor:
+        """(count, rows, 1), of an update that has one. A view: writing to it writes to the state."""
+        moment, update = self.update.second_moment, self.update
+        assert moment is not None
+        return update.matrix.view_column(moment, update.parameter)[self.start : self.stop]
 
     def _read(self, tensor: Tensor) -> Tensor:
         return self.update.matrix.read(tensor, self.update.parameter)[self.start : self.stop]

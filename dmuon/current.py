@@ -1,10 +1,11 @@
-"""Whether an optimizer still has the parameters that its model trains."""
+"""Whether an optimizer can take a step: has the parameters that its model trains, and gradients that it can use."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from dmuon.ownership.absent import is_owned
@@ -68,6 +69,17 @@ def check_current(
             f"parameter {_named(gone[0])} is not in the model any more: it has been wrapped or replaced since the "
             f"optimizer was built, which would never update it. {_LAST}"
         )
+
+
+def check_gradients(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise a RuntimeError if a parameter of ``groups`` has a sparse gradient."""
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
+                    "neither Muon nor AdamW can use; build its embedding with sparse=False"
+                )
 
 
 def _missing(model: nn.Module, idle: Sequence[tuple[Any, Tensor]]) -> list[Any]:

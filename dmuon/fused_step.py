@@ -49,7 +49,7 @@ class FusedSteps:
             and gradient.dtype in _GRADIENTS
             and working in _WORKING
         )
-        if arch is None or not dtypes_served or update.matrix.transposed:
+        if arch is None or not dtypes_served or update.matrix.transposed or _is_variant(update):
             return None
         if not all(_is_plain(tensor) for tensor in (weight, gradient, momentum)):
             return None
@@ -132,6 +132,13 @@ def _addresses(update: Update, start: int, stop: int) -> list[tuple[int, int, in
     (g, g_size), (b, b_size), (w, w_size) = ((each.data_ptr(), each.itemsize) for each in tensors)
     offsets = [first + k * apart for k in range(start, stop)]
     return [(g + k * g_size, b + k * b_size, w + k * w_size) for k in offsets]
+
+
+def _is_variant(update: Update) -> bool:
+    """Whether the step is to be more than the kernels make of it."""
+    group = update.group
+    cautious = group["cautious_decay"] and group["weight_decay"]
+    return bool(group["normuon_beta2"] is not None or cautious or update.rounded)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -17,8 +17,9 @@ from dmuon.shards import local
 from dmuon.slots import slots_of_named
 
 SHARED = ("lr", "weight_decay", "maximize")
+VARIANTS = ("normuon_beta2", "cautious_decay", "stochastic_rounding")
 OPTIONS = {
-    "muon": (*SHARED, "momentum", "nesterov", "adjust_lr", "coefficients", "precision"),
+    "muon": (*SHARED, "momentum", "nesterov", "adjust_lr", "coefficients", "precision", *VARIANTS),
     "adamw": (*SHARED, "betas", "eps", "fused"),
 }
 """What a group of each algorithm holds beside ``params``, ``param_names`` and ``algorithm``."""
@@ -95,6 +96,11 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         _check_number("adamw_weight_decay", options["adamw_weight_decay"])
     if "momentum" in options:
         _check_number("momentum", options["momentum"], below=1.0)
+    if options.get("normuon_beta2") is not None:
+        _check_number("normuon_beta2", options["normuon_beta2"], below=1.0)
+    for key in ("cautious_decay", "stochastic_rounding"):
+        if not isinstance(options.get(key, False), bool):
+            raise TypeError(f"{key} must be True or False, got {options[key]!r}")
     for key in ("betas", "adamw_betas"):
         if key in options:
             if not isinstance(options[key], Sequence) or len(options[key]) != 2:

@@ -64,6 +64,25 @@ class Matrix:
             return self._lay_out(tensor)
         return self._lay_out(tensor.permute(_memory_order(parameter)).reshape(self.shape[0], -1))
 
+    def column(self, parameter: Tensor) -> Tensor:
+        """One entry of each row of all matrices in ``parameter``, with as many dimensions: a view.
+
+        (out, 1) of an ``nn.Linear``, (1, out) of a transposed layer, (experts, out, 1) of a stack.
+        """
+        self._check(parameter)
+        if not self.flat:
+            return parameter.narrow(-2 if self.transposed else -1, 0, 1)
+        if self.transposed:
+            return parameter.narrow(0, 0, self.batch)
+        first_of_each_row = (slice(None), *[slice(1)] * (parameter.ndim - 1))
+        return parameter[first_of_each_row]
+
+    def view_column(self, column: Tensor, parameter: Tensor) -> Tensor:
+        """``column``, of the shape and strides of ``column(parameter)``, as (batch, rows, 1): a view to write to."""
+        if self.flat:
+            column = column.permute(_memory_order(parameter)).view(column.shape[0], -1)
+        return self._lay_out(column)
+
     def _check(self, tensor: Tensor) -> None:
         if tuple(tensor.shape) != self.shape:
             raise ValueError(f"a tensor of shape {self.shape} is needed, got {tuple(tensor.shape)}")

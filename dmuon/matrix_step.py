@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.batching import Piece, Update, batches
+from dmuon.batching import BATCH_ELEMENTS, Piece, Update, batches
 from dmuon.fused_step import FusedSteps
 from dmuon.graphs import Replays, replayable
 from dmuon.kernels.gram_ns import gram_ns
 from dmuon.kernels.step import Step
 from dmuon.lr_adjust import AdjustRule
+from dmuon.normuon import normalize_rows
+from dmuon.rounding import StochasticRounding
 
 
 class MatrixStep:
@@ -33,6 +35,7 @@ class MatrixStep:
         self._replays = Replays()
         self._fused = FusedSteps(rules, self._replays)
         self._counters: dict[torch.device, Tensor] = {}
+        self.rounding = StochasticRounding()
 
     def run(self, updates: Sequence[Update]) -> Iterator[Tensor]:
         """Make ``updates``; yield each parameter as soon as all of it has moved.
@@ -62,8 +65,8 @@ class MatrixStep:
             mine = list(members)
             steps = [self._fused.step_of(update) for update in mine]
             if None in steps:
-                # Momentum and decay are the parameter's, not each matrix's.
-                gradient = advance_momentum(mine[0])
+                # Momentum is the parameter's, not each matrix's.
+                gradient = self._advance_momentum(mine[0])
                 mine, steps = [replace(update, gradient=gradient) for update in mine], [None] * len(mine)
             for step, update in zip(steps, mine, strict=True):
                 alike.setdefault(step, []).append(update)
@@ -93,10 +96,35 @@ class MatrixStep:
 
     def _move_batch(self, batch: list[Piece]) -> None:
         """Orthogonalise one batch of equal matrices and move each against its own result."""
-        matrix = batch[0].update.matrix
-        for piece, direction in zip(batch, self.orthogonalized(batch), strict=True):
+        matrix, directions = batch[0].update.matrix, self.orthogonalized(batch)
+        if batch[0].update.group["normuon_beta2"] is not None:
+            normalize_rows(directions, batch)
+        for piece, direction in zip(batch, directions, strict=True):
             factor = self._rules[piece.update.group["adjust_lr"]](matrix.rows, matrix.cols)
-            _move(piece.parameter(), direction, piece.update.group, factor)
+            self._move(piece, direction, factor)
+
+    def _advance_momentum(self, update: Update) -> Tensor:
+        """Fold a parameter's gradient into its momentum; the gradient in the momentum's dtype."""
+        momentum, weight = update.momentum, 1 - update.group["momentum"]
+        gradient = update.gradient.to(momentum.dtype)
+        if update.rounded:
+            # No more at a time than there is in a batch.
+            size = max(1, BATCH_ELEMENTS // momentum[0].numel())
+            for average, new in zip(torch.split(momentum, size), torch.split(gradient, size), strict=True):
+                self.rounding.write(average.float().lerp_(new.float(), weight), average)
+        else:
+            momentum.lerp_(gradient, weight)
+        return gradient
+
+    def _move(self, piece: Piece, direction: Tensor, factor: float) -> None:
+        """Decay ``piece`` of a parameter and move it along ``direction``, which is scratch."""
+        parameter, group = piece.parameter(), piece.update.group
+        if piece.update.rounded:
+            weight = parameter.float()
+            _move(weight, direction.float(), group, factor)
+            self.rounding.write(weight, parameter)
+        else:
+            _move(parameter, direction, group, factor)
 
     def _counter(self, device: torch.device) -> Tensor:
         if device not in self._counters:
@@ -104,27 +132,18 @@ class MatrixStep:
         return self._counters[device]
 
 
-def momentum_of(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The momentum in ``state``, zero at first."""
-    if not state:
-        state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-    return state["momentum_buffer"]
-
-
-def advance_momentum(update: Update) -> Tensor:
-    """Fold a parameter's gradient into its momentum, and decay it; the gradient in the momentum's dtype."""
-    weight, momentum, group = update.parameter, update.momentum, update.group
-    gradient = update.gradient.to(momentum.dtype)
-    momentum.lerp_(gradient, 1 - group["momentum"])
-    if group["weight_decay"]:
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-    return gradient
-
-
-def _move(parameter: Tensor, direction: Tensor, group: dict[str, Any], factor: float) -> None:
-    """parameter ∓ lr·factor·direction. ``direction`` is scratch."""
+def _move(weight: Tensor, direction: Tensor, group: dict[str, Any], factor: float) -> None:
+    """weight ← (1 − lr·decay)·weight ∓ lr·factor·direction. ``direction`` is scratch."""
     lr, sign = group["lr"], 1.0 if group["maximize"] else -1.0
+    if group["weight_decay"]:
+        kept = 1 - lr * group["weight_decay"]
+        if group["cautious_decay"]:
+            # Signs, because the product of two small numbers may be zero.
+            growing = direction.sign().mul_(weight.sign()).mul_(sign) > 0
+            weight.copy_(torch.where(growing, weight, weight * kept))
+        else:
+            weight.mul_(kept)
     if isinstance(lr, Tensor):
-        parameter.add_(direction.mul_(lr * factor), alpha=sign)
+        weight.add_(direction.mul_(lr * factor), alpha=sign)
     else:
-        parameter.add_(direction, alpha=sign * lr * factor)
+        weight.add_(direction, alpha=sign * lr * factor)

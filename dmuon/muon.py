@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from dmuon.adamw import step_adamw
 from dmuon.batching import Update
-from dmuon.current import check_current
+from dmuon.current import check_current, check_gradients
 from dmuon.groups import Matrices, check_options, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
-from dmuon.matrix_step import MatrixStep, momentum_of
+from dmuon.matrix_step import MatrixStep
 from dmuon.ownership.absent import is_master, is_owned
 from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy, reasons_of
 from dmuon.slots import slots_of_model
-from dmuon.state import check_loadable, fill_state, split_owned
+from dmuon.state import check_loadable, fill_state, split_state, state_of
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -80,6 +80,11 @@ class Muon(torch.optim.Optimizer):
         autotune: None leaves the process's choice of kernels as it is; ``"cache"``, ``"jit"`` or ``"off"``
             installs that mode of :mod:`dmuon.autotune` for the whole process.
         maximize: ascend instead of descending; the momentum averages the gradient as it is.
+        normuon_beta2: NorMuon: divide the rows of O by the roots of their second moments, which are averaged by this
+            coefficient in [0, 1), and give it back its norm. None for Muon.
+        cautious_decay: decay only those entries of matrices whose sign is that of the update.
+        stochastic_rounding: round bf16 matrices and their momentum up or down at random, so that they are right on
+            average; by a generator of its own, seeded from torch's for CPUs at every step.
 
     Raises:
         ValueError: a value out of range, an unknown name, no parameters, a model without a matrix, or a
@@ -89,7 +94,8 @@ class Muon(torch.optim.Optimizer):
     References:
         Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024,
         https://kellerjordan.github.io/posts/muon. Liu et al., Muon is scalable for LLM training (Moonlight),
-        arXiv 2502.16982. Amsel et al., The Polar Express, arXiv 2505.16932.
+        arXiv 2502.16982. Amsel et al., The Polar Express, arXiv 2505.16932. Li et al., NorMuon, arXiv 2510.05491.
+        Chen et al., Cautious weight decay, arXiv 2510.12402.
     """
 
     def __init__(
@@ -110,6 +116,9 @@ class Muon(torch.optim.Optimizer):
         policy: MatrixPolicy | None = None,
         autotune: str | None = None,
         maximize: bool = False,
+        normuon_beta2: float | None = None,
+        cautious_decay: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = check_options(
             {
@@ -125,6 +134,9 @@ class Muon(torch.optim.Optimizer):
                 "adamw_eps": adamw_eps,
                 "adamw_weight_decay": adamw_weight_decay,
                 "maximize": maximize,
+                "normuon_beta2": normuon_beta2,
+                "cautious_decay": cautious_decay,
+                "stochastic_rounding": stochastic_rounding,
             }
         )
         if policy is not None and isinstance(model_or_params, nn.Module) and ownership_of(model_or_params):
@@ -240,7 +252,9 @@ class Muon(torch.optim.Optimizer):
             if model is not None:
                 # What an evaluation since the backward has gathered would outlive the step.
                 reshard(model)
-        self._check_gradients()
+        check_gradients(self.param_groups)
+        if any(group.get("stochastic_rounding") for group in self.param_groups):
+            self._matrix_step.rounding.reseed()
         updates: list[Update] = []
         for group in self.param_groups:
             if group["algorithm"] == "muon":
@@ -298,16 +312,16 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: it cannot be loaded on another rank.
         """
         self._on_all_ranks(lambda: _check_dict(state_dict))
-        momenta: dict[Tensor, Tensor] = {}
+        kept: dict[Tensor, dict[str, Tensor]] = {}
         # Registered last, so that it sees what the caller's own hooks have made of the state.
-        check = self.register_load_state_dict_pre_hook(partial(self._before_load, momenta))
+        check = self.register_load_state_dict_pre_hook(partial(self._before_load, kept))
         try:
             super().load_state_dict(state_dict)
         finally:
             check.remove()
+        for parameter, state in kept.items():
+            self.state[parameter].update(state)
         if self._owned is not None:
-            for parameter, momentum in momenta.items():
-                self.state[parameter] = {"momentum_buffer": momentum}
             fill_state(self, self._owned)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -329,13 +343,12 @@ class Muon(torch.optim.Optimizer):
             self._matrix_step, self._owned, self._model = MatrixStep(self._rules), None, None
 
     def _before_load(
-        self, momenta: dict[Tensor, Tensor], _: torch.optim.Optimizer, state_dict: dict[str, Any]
+        self, kept: dict[Tensor, dict[str, Tensor]], _: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Check ``state_dict``, and move what torch must not cast from it to ``momenta``."""
+        """Check ``state_dict``, and move what torch must not cast from it to ``kept``."""
         self._on_all_ranks(lambda: self._check_loadable(state_dict))
-        if self._owned is not None:
-            state_dict, found = split_owned(self, self._owned, state_dict)
-            momenta.update(found)
+        state_dict, found = split_state(self, self._owned, state_dict)
+        kept.update(found)
         return state_dict
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
@@ -351,15 +364,6 @@ class Muon(torch.optim.Optimizer):
         else:
             self._owned.control.together(check, "load_state_dict")
 
-    def _check_gradients(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
-                        "neither Muon nor AdamW can use; build its embedding with sparse=False"
-                    )
-
     def _updates_of(self, group: dict[str, Any]) -> list[Update]:
         """The matrices of a Muon group that are due for an update here."""
         updates = []
@@ -367,8 +371,9 @@ class Muon(torch.optim.Optimizer):
             weight = parameter if self._owned is None else self._owned.masters_of.get(parameter)
             if weight is None or weight.grad is None:
                 continue
-            momentum = momentum_of(weight, self.state[parameter])
-            updates += [Update(weight, weight.grad, momentum, m, group) for m in self._matrices[parameter]]
+            matrices = self._matrices[parameter]
+            momentum, second = state_of(weight, self.state[parameter], group, matrices[0])
+            updates += [Update(weight, weight.grad, momentum, m, group, second) for m in matrices]
         return updates
 
 

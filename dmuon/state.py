@@ -11,17 +11,47 @@ from torch import Tensor
 
 from dmuon.adamw import ready
 from dmuon.groups import OPTIONS
-from dmuon.matrix_step import momentum_of
+from dmuon.matrix import Matrix
 from dmuon.slots import clean
 
 if TYPE_CHECKING:
+    from dmuon.muon import Muon
     from dmuon.ownership.owned import Owned
 
 STATE = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """What the state of a parameter holds, by algorithm; AdamW's is torch.optim.AdamW's."""
 
+SECOND_MOMENT = "second_momentum_buffer"
+"""Of NorMuon, what that of a matrix holds beside: for each row a mean of squares, shaped as ``Matrix.column`` has it.
 
-def fill_state(optimizer: torch.optim.Optimizer, owned: Owned | None, frozen: Container[Tensor] = ()) -> None:
+In fp32 or wider, which is a small part of the momentum's memory."""
+
+
+def state_of(
+    weight: Tensor, state: dict[str, Tensor], group: Mapping[str, Any], matrix: Matrix
+) -> tuple[Tensor, Tensor | None]:
+    """The momentum in ``state``, and the second moment if ``group`` has one; zero at first.
+
+    ``matrix``: any of those in ``weight``.
+    """
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+    if group["normuon_beta2"] is None:
+        state.pop(SECOND_MOMENT, None)
+        return state["momentum_buffer"], None
+    second, column = state.get(SECOND_MOMENT), matrix.column(weight)
+    # A weight may get another memory format, and a state dict may come from one that had another.
+    if second is None or (matrix.flat and second.stride() != column.stride()):
+        zeros = torch.zeros_like(column, dtype=_dtype_of(SECOND_MOMENT, weight))
+        state[SECOND_MOMENT] = zeros if second is None else zeros.copy_(second)
+    return state["momentum_buffer"], state[SECOND_MOMENT]
+
+
+def _dtype_of(key: str, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32) if key == SECOND_MOMENT else weight.dtype
+
+
+def fill_state(optimizer: Muon, owned: Owned | None, frozen: Container[Tensor] = ()) -> None:
     """Give every trainable parameter the zeros that its first step would begin with, unless it has state.
 
     ``frozen``: the parameters that are not trainable and are to have state nevertheless.
@@ -38,31 +68,39 @@ def fill_state(optimizer: torch.optim.Optimizer, owned: Owned | None, frozen: Co
             if weight is None or not (parameter.requires_grad or parameter in frozen):
                 continue
             if group["algorithm"] == "muon":
-                momentum_of(weight, optimizer.state[parameter])
+                matrix = optimizer._matrices[parameter][0]
+                state_of(weight, optimizer.state[parameter], group, matrix)
             else:
                 ready(optimizer.state[parameter], weight, group["fused"])
 
 
-def split_owned(
-    optimizer: torch.optim.Optimizer, owned: Owned, state_dict: dict[str, Any]
-) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
-    """A checked state dict without the state of owned parameters, and the momentum of those that this rank owns.
+def split_state(
+    optimizer: Muon, owned: Owned | None, state_dict: dict[str, Any]
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
+    """A checked state dict without what torch must not cast to the dtype of a parameter, and what this rank has of it.
 
-    torch would cast a momentum to the dtype of its parameter, which shows the dtype of published weights.
+    That is the state of owned parameters, which show the dtype of published weights, and all second moments.
     """
-    state, momenta = dict(state_dict["state"]), {}
+    state, kept = dict(state_dict["state"]), {}
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=False):
-            if parameter in owned.params:
-                found = state.pop(index, None)
-                if found and parameter in owned.masters_of:
-                    momenta[parameter] = found["momentum_buffer"].to(owned.masters_of[parameter])
-    return {**state_dict, "state": state}, momenta
+            found, weight = state.get(index) or {}, parameter
+            if owned is not None and parameter in owned.params:
+                state.pop(index, None)
+                weight = owned.masters_of.get(parameter)
+            elif SECOND_MOMENT in found:
+                state[index] = {key: value for key, value in found.items() if key != SECOND_MOMENT}
+                found = {SECOND_MOMENT: found[SECOND_MOMENT]}
+            else:
+                continue
+            if found and weight is not None:
+                kept[parameter] = {
+                    key: value.to(weight.device, _dtype_of(key, weight)) for key, value in found.items()
+                }
+    return {**state_dict, "state": state}, kept
 
 
-def check_loadable(
-    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], owned: Owned | None = None
-) -> None:
+def check_loadable(optimizer: Muon, state_dict: Mapping[str, Any], owned: Owned | None = None) -> None:
     """Raise a ValueError that says what is wrong if ``state_dict`` is not of an optimizer like this one."""
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
@@ -87,11 +125,13 @@ def check_loadable(
         lacking = sorted({"params", *OPTIONS[group["algorithm"]]} - other.keys())
         if lacking:
             raise ValueError(f"a {group['algorithm']} group of the state dict lacks {', '.join(lacking)}")
+        if group["algorithm"] == "muon":
+            _check_variant(group, other)
         # Unequal lengths are torch's to report.
         for k, (parameter, index) in enumerate(zip(group["params"], other["params"], strict=False)):
             label = repr(group["param_names"][k]) if "param_names" in group else str(k)
             state = state_dict["state"].get(index)
-            _check_state(label, parameter, group["algorithm"], state or {})
+            _check_state(label, state or {}, _expected_shapes(optimizer, parameter, other), parameter)
             if owned is not None and parameter in owned.masters_of and state is not None and not state:
                 raise ValueError(
                     f"the state of parameter {label} was on another rank when this state dict was made: "
@@ -116,20 +156,44 @@ def _names(groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     return [[clean(name.removeprefix("module.")) for name in group["param_names"]] for group in groups]
 
 
-def _check_state(label: str, parameter: Tensor, algorithm: str, state: Mapping[str, Any]) -> None:
+def _check_variant(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    ours, theirs = group["normuon_beta2"], saved["normuon_beta2"]
+    if (ours is None) != (theirs is None):
+        with_it, without = ("optimizer", "state dict") if theirs is None else ("state dict", "optimizer")
+        raise ValueError(
+            f"the {with_it} has NorMuon's second moment, the {without} has not: build the optimizer with "
+            f"normuon_beta2={theirs} to load this, and set it in param_groups then to go on with the other"
+        )
+
+
+def _expected_shapes(
+    optimizer: Muon, parameter: Tensor, group: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """Of the state that ``group`` gives ``parameter``, by key."""
+    shape = tuple(parameter.shape)
+    shapes = {key: () if key == "step" else shape for key in STATE[group["algorithm"]]}
+    if group.get("normuon_beta2") is not None:
+        column = optimizer._matrices[parameter][0].column(torch.empty(shape, device="meta"))
+        shapes[SECOND_MOMENT] = tuple(column.shape)
+    return shapes
+
+
+def _check_state(
+    label: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], parameter: Tensor
+) -> None:
     if not state:
         return
-    expected = STATE[algorithm]
-    if set(state) != expected:
-        raise ValueError(f"the saved state of parameter {label} is {sorted(state)}, not {sorted(expected)}")
+    if set(state) != set(shapes):
+        raise ValueError(f"the saved state of parameter {label} is {sorted(state)}, not {sorted(shapes)}")
     for key, value in state.items():
         if key == "step":
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"the saved {key} of parameter {label} is {value!r}, no tensor")
-        if value.shape != parameter.shape:
-            shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
-            raise ValueError(f"the saved {key} of parameter {label} has shape {shapes}")
+        if tuple(value.shape) != shapes[key]:
+            raise ValueError(
+                f"the saved {key} of parameter {label} has shape {tuple(value.shape)}, not {shapes[key]}"
+            )
         if type(parameter).__name__ == "DTensor" and type(value).__name__ != "DTensor":
             raise ValueError(
                 f"the saved {key} of parameter {label} is whole, but the parameter is sharded: load it with "

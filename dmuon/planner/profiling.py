@@ -36,6 +36,9 @@ _GROUP = {
     "nesterov": True,
     "adjust_lr": "none",
     "maximize": False,
+    "normuon_beta2": None,
+    "cautious_decay": False,
+    "stochastic_rounding": False,
 }
 
 

@@ -16,7 +16,7 @@ import dmuon.matrix_step
 from dmuon.batching import BATCH_ELEMENTS, Update, batch_sizes, batches
 from dmuon.matrix import Matrix
 
-GROUP = {"coefficients": "polar_express", "precision": "auto"}
+GROUP = {"coefficients": "polar_express", "precision": "auto", "normuon_beta2": None}
 
 
 def update_of(index: int, count: int, rows: int = 4, cols: int = 6) -> Update:
