@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dmuon.batching import Piece
 
-_EPSILON = 1e-10
+_SMALL = 1e-10
+"""Rows that have never been larger, in root mean square, are not brought to the size of the others."""
 
 
 def normalize_rows(directions: Sequence[Tensor], batch: Sequence[Piece]) -> None:
@@ -27,9 +28,9 @@ def normalize_rows(directions: Sequence[Tensor], batch: Sequence[Piece]) -> None
     for piece, moment, norm in zip(batch, moments, norms, strict=True):
         moment.lerp_(norm.square() / piece.update.matrix.cols, 1 - piece.update.group["normuon_beta2"])
     every = torch.cat(norms)
-    scales = torch.cat(moments).sqrt_().add_(_EPSILON).reciprocal_()
+    scales = torch.cat(moments).clamp_min_(_SMALL**2).rsqrt_()
     before, after = (torch.linalg.vector_norm(rows, dim=-2, keepdim=True) for rows in (every, every * scales))
-    scales *= before / after.add_(_EPSILON)
+    scales *= before / after.clamp_min_(_SMALL)
     counts = [piece.count for piece in batch]
     for direction, scale in zip(directions, torch.split(scales, counts), strict=True):
         direction.mul_(scale)
