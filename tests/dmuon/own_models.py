@@ -121,6 +121,7 @@ class Training:
     clip: float | None = None
     nodes: int = 1
     own: dict[str, Any] = field(default_factory=dict)
+    how: dict[str, Any] = field(default_factory=dict)  # options of the optimizer
     checkpointing: str | None = None
     # torch.compile of each "block" or of the "model".
     compiled: str | None = None
@@ -143,8 +144,9 @@ def train_both(training: Training) -> dict[str, Any]:
     run = torch.compile(model, backend="aot_eager") if training.compiled == "model" else model
     for block in model.blocks if training.compiled == "block" else ():
         block.compile(backend="aot_eager")
-    optimizer = dmuon.Muon(run, **HOW)
-    alone = dmuon.Muon(reference, policy=training.own.get("policy"), **HOW)
+    how = {**HOW, **training.how}
+    optimizer = dmuon.Muon(run, **how)
+    alone = dmuon.Muon(reference, policy=training.own.get("policy"), **how)
     experts = [tuple(k not in training.unused.get(r, ()) for k in range(9)) for r in range(ranks)]
     rows = [slice(2 * r, 2 * r + 2) for r in range(ranks)]
     worst_loss, norms = 0.0, []

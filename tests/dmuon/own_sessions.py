@@ -30,6 +30,7 @@ class Session:
     ranks: int
     nodes: int = 1
     own: dict[str, Any] = field(default_factory=dict)
+    how: dict[str, Any] = field(default_factory=dict)  # options of the optimizer
     # By which functions: dmuon's "helpers", torch's "dcp", or its "async" saving; and with flat optimizer states.
     by: str = "helpers"
     flat: bool = False
@@ -51,22 +52,24 @@ def train(
 
 
 def run(path: Path, session: Session) -> dict[str, Tensor]:
-    """The whole weights after the session, and the whole momenta under ``state.``. Its checkpoint is path/stop."""
+    """The whole weights after the session, and the whole momenta under ``state.`` (NorMuon's under ``second.``). Its checkpoint is path/stop."""
     if session.ranks:
         return dict(run_ranks(session.ranks, _session, str(path), session)[0])
     return _session(str(path), session)
 
 
-def reference(stop: int) -> dict[str, Tensor]:
+def reference(stop: int, how: dict[str, Any] | None = None) -> dict[str, Tensor]:
     """The same from a single process that was never interrupted."""
     model = build()
-    optimizer = dmuon.Muon(model, **HOW)
+    optimizer = dmuon.Muon(model, **{**HOW, **(how or {})})
     train(model, optimizer, range(stop))
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     named = zip(optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["params"], strict=True)
     for name, parameter in named:
         state = optimizer.state.get(parameter, {})
         found[f"state.{name}"] = state.get("momentum_buffer", torch.zeros_like(parameter.detach()))
+        if how and "normuon_beta2" in how:
+            found[f"second.{name}"] = state.get("second_momentum_buffer", torch.zeros(()))
     return found
 
 
@@ -87,7 +90,8 @@ def _session(path: str, session: Session) -> dict[str, Any]:
         wrap(model, mesh_of(session.nodes), **session.own)
     if session.meta:
         model.to_empty(device="cpu")
-    optimizer = dmuon.Muon(model, **{**HOW, "lr": HOW["lr"] if session.start == 0 else 0.7})
+    how = {**HOW, **session.how, "lr": HOW["lr"] if session.start == 0 else 0.7}
+    optimizer = dmuon.Muon(model, **how)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if session.ranks else (0, 1)
     if session.start:
         _load(f"{path}/{session.start}", model, optimizer, session)
@@ -131,10 +135,11 @@ def _save(path: str, model: nn.Module, optimizer: dmuon.Muon, session: Session) 
 def _momenta(optimizer: dmuon.Muon, session: Session) -> dict[str, Any]:
     """Of all ranks."""
     group = optimizer.param_groups[0]
+    kinds = {"momentum_buffer": "state", "second_momentum_buffer": "second"}
     mine = {
-        f"state.{name}": optimizer.state[parameter]["momentum_buffer"].numpy()
+        f"{kinds[key]}.{name}": value.numpy()
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        if optimizer.state.get(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
     if not session.ranks:
         return mine
