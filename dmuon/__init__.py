@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dmuon.ownership.probe import measure_network as measure_network
     from dmuon.policy import MatrixPolicy as MatrixPolicy
     from dmuon.report import describe as describe
+    from dmuon.update_hooks import MatrixUpdate as MatrixUpdate
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ _EXPORTS = {
     "GradScaler": "dmuon.ownership.grad_scaler",
     "Muon": "dmuon.muon",
     "MatrixPolicy": "dmuon.policy",
+    "MatrixUpdate": "dmuon.update_hooks",
     "check_consistency": "dmuon.ownership.consistency",
     "clip_grad_norm_": "dmuon.ownership.gradients",
     "describe": "dmuon.report",
@@ -41,6 +43,7 @@ _EXPORTS = {
 __all__ = [
     "GradScaler",
     "MatrixPolicy",
+    "MatrixUpdate",
     "Muon",
     "__version__",
     "check_consistency",

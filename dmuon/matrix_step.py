@@ -19,6 +19,7 @@ from dmuon.kernels.step import Step
 from dmuon.lr_adjust import AdjustRule
 from dmuon.normuon import normalize_rows
 from dmuon.rounding import StochasticRounding
+from dmuon.update_hooks import Measurements, UpdateHooks
 
 
 class MatrixStep:
@@ -36,17 +37,20 @@ class MatrixStep:
         self._fused = FusedSteps(rules, self._replays)
         self._counters: dict[torch.device, Tensor] = {}
         self.rounding = StochasticRounding()
+        self.hooks = UpdateHooks(rules)
 
-    def run(self, updates: Sequence[Update]) -> Iterator[Tensor]:
+    def run(self, updates: Sequence[Update], measurements: Measurements | None = None) -> Iterator[Tensor]:
         """Make ``updates``; yield each parameter as soon as all of it has moved.
 
-        The updates of a parameter come together. Their gradients are as autograd left them.
+        Args:
+            updates: those of a parameter come together. Their gradients are as autograd left them.
+            measurements: to be made on the way; kernels that make whole steps would not show what to measure.
         """
         left = Counter(update.parameter for update in updates for _ in range(update.matrix.batch))
-        for step, members in self._alike(updates).items():
+        for step, members in self._alike(updates, fused=measurements is None).items():
             for batch in batches(members):
                 if step is None:
-                    self._move_batch(batch)
+                    self._move_batch(batch, measurements)
                 else:
                     self._fused.move(step, batch, self._counter(batch[0].update.parameter.device))
                 for piece in batch:
@@ -58,12 +62,12 @@ class MatrixStep:
         """How many matrices have been moved by what was not finite; waits for the devices."""
         return sum(int(counter) for counter in self._counters.values())
 
-    def _alike(self, updates: Sequence[Update]) -> dict[Step | None, list[Update]]:
+    def _alike(self, updates: Sequence[Update], fused: bool) -> dict[Step | None, list[Update]]:
         """The updates by what moves them; those of torch's, with ``None``, have their momenta advanced."""
         alike: dict[Step | None, list[Update]] = {}
         for _, members in groupby(updates, key=lambda update: id(update.parameter)):
             mine = list(members)
-            steps = [self._fused.step_of(update) for update in mine]
+            steps = [self._fused.step_of(update) if fused else None for update in mine]
             if None in steps:
                 # Momentum is the parameter's, not each matrix's.
                 gradient = self._advance_momentum(mine[0])
@@ -94,9 +98,11 @@ class MatrixStep:
         counter += (~stack.sum((-2, -1), dtype=torch.float32).isfinite()).sum()
         return torch.split(stack, counts)
 
-    def _move_batch(self, batch: list[Piece]) -> None:
+    def _move_batch(self, batch: list[Piece], measurements: Measurements | None) -> None:
         """Orthogonalise one batch of equal matrices and move each against its own result."""
         matrix, directions = batch[0].update.matrix, self.orthogonalized(batch)
+        if measurements is not None:
+            measurements.add(batch, directions)
         if batch[0].update.group["normuon_beta2"] is not None:
             normalize_rows(directions, batch)
         for piece, direction in zip(batch, directions, strict=True):

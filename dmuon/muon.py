@@ -10,6 +10,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
 from dmuon.adamw import step_adamw
 from dmuon.batching import Update
@@ -22,7 +24,8 @@ from dmuon.ownership.absent import is_master, is_owned
 from dmuon.ownership.registry import ownership_of
 from dmuon.policy import MatrixPolicy, reasons_of
 from dmuon.slots import slots_of_model
-from dmuon.state import check_loadable, fill_state, split_state, state_of
+from dmuon.state import check_dict, check_loadable, fill_state, split_state, state_of
+from dmuon.update_hooks import UpdateHook
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -260,12 +263,19 @@ class Muon(torch.optim.Optimizer):
             if group["algorithm"] == "muon":
                 updates += self._updates_of(group)
             else:
-                step_adamw(group, self.state)
+                with record_function("dmuon::adamw"):
+                    step_adamw(group, self.state)
+        measurements = self._matrix_step.hooks.begin()
+        run = partial(self._matrix_step.run, measurements=measurements)
         if self._owned is not None:
-            self._owned.move(updates, self._matrix_step.run)
+            self._owned.move(updates, run)
         else:
-            for _ in self._matrix_step.run(updates):
-                pass
+            with record_function("dmuon::update"):
+                for _ in run(updates):
+                    pass
+        if measurements is not None:
+            masters = {} if self._owned is None else self._owned.masters_of
+            self._matrix_step.hooks.call(measurements.reports(self.param_groups, self._matrices, masters))
         return loss
 
     @property
@@ -280,6 +290,18 @@ class Muon(torch.optim.Optimizer):
         made; reading the count waits for it. Of an owned model, of what this rank owns.
         """
         return self._matrix_step.nonfinite()
+
+    def register_update_hook(self, hook: UpdateHook, *, orthogonality: bool = False) -> RemovableHandle:
+        """Have ``hook`` called after every step with a :class:`~dmuon.update_hooks.MatrixUpdate` of each matrix moved.
+
+        Of an owned model, that is on the matrix's owner. While there are hooks, torch's operations make the steps that
+        kernels make otherwise. Copies of the optimizer have none. The handle's ``remove()`` takes the hook away.
+
+        Args:
+            hook: who reads a number from one of the update's tensors waits for the device.
+            orthogonality: measure its error, too, at the price of one product for each matrix.
+        """
+        return self._matrix_step.hooks.register(hook, orthogonality)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; of an owned model also those that are still under way (then collective)."""
@@ -311,7 +333,7 @@ class Muon(torch.optim.Optimizer):
             TypeError: it is no dict.
             RuntimeError: it cannot be loaded on another rank.
         """
-        self._on_all_ranks(lambda: _check_dict(state_dict))
+        self._on_all_ranks(lambda: check_dict(state_dict))
         kept: dict[Tensor, dict[str, Tensor]] = {}
         # Registered last, so that it sees what the caller's own hooks have made of the state.
         check = self.register_load_state_dict_pre_hook(partial(self._before_load, kept))
@@ -375,8 +397,3 @@ class Muon(torch.optim.Optimizer):
             momentum, second = state_of(weight, self.state[parameter], group, matrices[0])
             updates += [Update(weight, weight.grad, momentum, m, group, second) for m in matrices]
         return updates
-
-
-def _check_dict(state_dict: object) -> None:
-    if not isinstance(state_dict, dict):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")

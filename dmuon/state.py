@@ -100,6 +100,12 @@ def split_state(
     return {**state_dict, "state": state}, kept
 
 
+def check_dict(state_dict: object) -> None:
+    """Raise a TypeError unless it is a dict."""
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+
+
 def check_loadable(optimizer: Muon, state_dict: Mapping[str, Any], owned: Owned | None = None) -> None:
     """Raise a ValueError that says what is wrong if ``state_dict`` is not of an optimizer like this one."""
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
