@@ -55,8 +55,12 @@ def test_the_second_moment_is_resumed_on_other_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchs_own_functions_resume_it_too(tmp_path: Path) -> None:
-    sessions = [Session(0, 2, 0, by="dcp"), Session(2, 3, 3, by="dcp", flat=True)]
-    check_sessions(tmp_path, [*sessions, Session(3, 4, 2, by="async", flat=True), Session(4, 5, 0)])
+    check_sessions(
+        tmp_path / "nested", [Session(0, 2, 0, by="dcp"), Session(2, 3, 3, by="async"), Session(3, 4, 0)]
+    )
+    check_sessions(
+        tmp_path / "flat", [Session(0, 2, 3, by="dcp", flat=True), Session(2, 3, 2, by="dcp", flat=True)]
+    )
 
 
 def adopt(folder: str) -> dict[str, Any]:
