@@ -206,7 +206,7 @@ def test_statistics_tell_waits_and_phases() -> None:
         assert all(phase["seconds"] > 0 for phase in phases.values())
         assert result["ranges"] == {
             "dmuon::publish", "dmuon::publish.wait", "dmuon::reduce", "dmuon::reduce.wait",
-            "dmuon::finish", "dmuon::update", "dmuon::refresh", "dmuon::adamw",
+            "dmuon::finish", "dmuon::update", "dmuon::refresh",
         }  # fmt: skip
     seconds = [sum(each["seconds"] for each in result["found"]["waits"]) for result in (first, second)]
     assert seconds[0] > 0.3 > seconds[1]
