@@ -285,6 +285,30 @@ def test_what_kernels_cannot_serve_goes_by_torch(gpu: Gpu) -> None:
     assert not gpu.launched
 
 
+@pytest.mark.parametrize(
+    ("option", "dtype", "served"),
+    [
+        ({"normuon_beta2": 0.9}, torch.float32, False),
+        ({"cautious_decay": True}, torch.float32, False),
+        ({"cautious_decay": True, "weight_decay": 0.0}, torch.float32, True),
+        ({"stochastic_rounding": True}, torch.bfloat16, False),
+        ({"stochastic_rounding": True}, torch.float32, True),
+    ],
+)
+def test_variants_go_by_torch(gpu: Gpu, option: dict[str, Any], dtype: torch.dtype, served: bool) -> None:
+    weights = [parameter(16, 24, dtype=dtype)]
+    torch.manual_seed(0)
+    expected = stepped_by_torch(weights, **option)
+    gpu.use()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_step(weights, **option)
+    assert bool(gpu.launched) == served
+    check_close(weights, expected)
+    assert served or torch.equal(weights[0], expected[0])
+
+
 @pytest.mark.parametrize("at", ["compiling", "loading"])
 def test_a_kernel_that_is_not_to_be_had_is_reported_once(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, at: str
