@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -95,8 +96,21 @@ def _products(
         # On a GPU the full products are cuBLAS's: other kernels for them serve the weight update alone.
         applies = [] if arch else BACKENDS[name].configs("apply", m, n, dtype)
         apply = ProductChoice(name, applies[0]) if applies else ProductChoice("torch")
+        squares = BACKENDS[name].configs("symmetric_product", m, n, dtype, arch)
         for config in BACKENDS[name].configs("gram", m, n, dtype, arch):
             product = ProductChoice(name, config)
-            yield product, product, apply
-            if name != "torch" and m <= MIXED_LIMIT:
+            yield product, ProductChoice(name, _beside(config, squares)), apply
+            if name != "torch" and m <= MIXED_LIMIT and "lower" not in config:
                 yield product, ProductChoice("torch"), apply
+
+
+def _beside(config: dict[str, Any], squares: list[dict[str, Any]]) -> dict[str, Any]:
+    """The configuration of the m×m products beside that of the Gram product: the same, but that they read what it
+    writes, and that their inner dimension is theirs to divide, if it is worth it."""
+    if "lower" in config:
+        return {**config, "lower": "both"}
+    if "splits" in config:
+        tiles = {name: value for name, value in config.items() if name != "splits"}
+        divided = (square for square in squares if "splits" in square and tiles.items() <= square.items())
+        return next(divided, tiles)
+    return config

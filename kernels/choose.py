@@ -69,6 +69,10 @@ class NSChoice:
     ``restarts`` are the 0-based iterations run right after a restart (Gram form only). ``loop`` runs a batch
     one matrix at a time instead of through batched products. With ``whole``, a kernel that runs the whole
     iteration takes the place of the three products; they serve what it cannot.
+
+    Where a backend has it, ``gram`` may keep to the lower half of its result (``"lower": "write"`` in its
+    configuration), and ``symmetric_product`` then reads and writes lower halves (``"lower": "both"``): the mirror is
+    written of what ``apply`` reads alone.
     """
 
     method: str
@@ -88,6 +92,12 @@ class NSChoice:
             )
         if any(first >= second for first, second in pairwise((0, *self.restarts))):
             raise ValueError(f"restarts must be increasing iterations >= 1, got {self.restarts}")
+        lower = tuple(each.config.get("lower") for each in (self.gram, self.symmetric_product, self.apply))
+        if lower not in ((None, None, None), ("write", "both", None)):
+            raise ValueError(
+                "what gram leaves out, symmetric_product must not read: lower must be 'write' for the one and 'both' "
+                f"for the other, or absent, and absent for apply; got {', '.join(map(repr, lower))}"
+            )
 
     @property
     def backends(self) -> tuple[str, ...]:

@@ -29,7 +29,9 @@ def gram(
 
     ``C`` must be symmetric and may be ``out``. ``backend`` is a name of ``dmuon.kernels.backends.BACKENDS``,
     and ``config`` one of its configurations: ``BACKENDS[name].configs("gram", m, n, "bf16", arch_of(X.device))``
-    lists some, with ``arch_of`` from ``dmuon.kernels.gpu.arch``.
+    lists some, with ``arch_of`` from ``dmuon.kernels.gpu.arch``. One with ``"lower"`` is for chains of products: with
+    ``"write"`` or ``"both"`` the upper half of the result is not written, with ``"read"`` or ``"both"`` that of the
+    operands not read.
 
     Raises:
         TypeError: an operand is no tensor or has an unsupported dtype.

@@ -6,7 +6,8 @@ form X ← P X is the recurrence restarted before every step. Everything in Gram
 all of it is symmetric and commutes — but for rounding, which decides how each product may be formed:
 
 * P R P is computed as P (R P), never as (P P) R: only the former keeps small eigenvalues accurate.
-* R, P, R P and P R P may come from lower blocks and their mirror.
+* R, P, R P and P R P may come from lower blocks and their mirror. But for P, which multiplies Q, whoever reads them
+  may do so from the lower half, and then the mirror need not be written.
 * P Q is a full product in this order. From its lower triangle alone, the commutator of P and Q would grow
   from step to step: measured in fp16 on clustered spectra, to five times the error of the full product.
 """
@@ -189,12 +190,16 @@ def _one_batch(out: Tensor) -> bool:
 
 
 class _Products:
-    """The three products of a choice, built once per call."""
+    """The products of a choice, built once per call; ``polynomial`` is the ``symmetric_product`` of results that
+    ``apply`` reads, and are whole whatever the others keep to."""
 
     def __init__(self, choice: NSChoice, strict: bool) -> None:
-        serve = _build if strict else _build_with_fallback
+        serve, square = _build if strict else _build_with_fallback, choice.symmetric_product
         self.gram = serve("gram", choice.gram)
-        self.symmetric_product = serve("symmetric_product", choice.symmetric_product)
+        self.symmetric_product = self.polynomial = serve("symmetric_product", square)
+        if "lower" in square.config:
+            reading = ProductChoice(square.backend, {**square.config, "lower": "read"})
+            self.polynomial = serve("symmetric_product", reading)
         self.apply = serve("apply", choice.apply)
 
 
@@ -215,6 +220,10 @@ def _build_with_fallback(op: str, choice: ProductChoice) -> Product:
             return product(*operands, **scalars)
         except Unsupported as reason:
             _report(choice.backend, op, str(reason))
+            if op == "symmetric_product" and "lower" in choice.config:
+                for operand in (*operands[:2], scalars.get("C")):
+                    if operand is not None:
+                        operand.copy_(operand.tril() + operand.tril(-1).mT)
             return BACKENDS["torch"].build(op, {})(*operands, **scalars)
 
     return run
@@ -298,14 +307,14 @@ def _polynomial(
     products.gram(X, R, alpha=scale**2)
     if len(steps) == 1:
         ((a, b, c),) = steps
-        return products.symmetric_product(R, R, Q, alpha=c, beta=b, C=R), a
+        return products.polynomial(R, R, Q, alpha=c, beta=b, C=R), a
     for k, (a, b, c) in enumerate(steps):
         if k == 0:
             P = Q
-            products.symmetric_product(R, R, P, alpha=c, beta=b, C=R, diag=a)
+            products.polynomial(R, R, P, alpha=c, beta=b, C=R, diag=a)
         else:
             P, product = rest
-            products.symmetric_product(R, R, P, alpha=c, beta=b, C=R, diag=a)
+            products.polynomial(R, R, P, alpha=c, beta=b, C=R, diag=a)
             products.apply(P, Q, product)
             Q, rest = product, [P, Q]
         if k < len(steps) - 1:

@@ -15,7 +15,7 @@ from dmuon.cli.errors import BadInput, bad_input
 from dmuon.kernels.gpu.binary import KernelSpec, Unsupported
 from dmuon.kernels.gpu.load import Outcome, compile_all
 from dmuon.kernels.gpu.resources import Resources, resources_of
-from dmuon.kernels.gpu.roofline import DEVICES, Estimate, symmetric_estimate
+from dmuon.kernels.gpu.roofline import DEVICES, Estimate, best_splits, device_of, symmetric_estimate
 from dmuon.kernels.gpu.toolchain import tool
 
 if TYPE_CHECKING:
@@ -36,12 +36,14 @@ _SHORT |= {"LDGSTS": "cp.async", "LDL": "spill load", "STL": "spill store", "LDG
 @dataclass(frozen=True)
 class KernelReport:
     """One kernel in one configuration. ``problem`` says why it could not be compiled or examined; ``estimates``
-    has the least milliseconds of one product by device, none for kernels of whole iterations."""
+    has the least milliseconds of one product by device, none for kernels of whole iterations; ``splits`` is what a
+    kernel that divides the tiles of its last wave is given for that, and 1 for any other."""
 
     backend: str
     spec: KernelSpec
     resources: Resources | None
     problem: str | None
+    splits: int
     estimates: Mapping[str, Estimate]
 
 
@@ -80,8 +82,12 @@ def _report(backend: str, outcome: Outcome, arch: Arch, shape: tuple[int, int]) 
             problem = str(error)
     tile = outcome.spec.options.get("tile", outcome.spec.options.get("block"))
     devices = [device for device in DEVICES if device.arch == arch.name] if tile else []
-    estimates = {device.name: symmetric_estimate(device, *shape, tile=tile) for device in devices}
-    return KernelReport(backend, outcome.spec, resources, problem, estimates)
+    usual = device_of(arch.name) if outcome.spec.options.get("split") else None
+    splits = best_splits(usual, *shape, tile) if usual else 1
+    estimates = {
+        device.name: symmetric_estimate(device, *shape, tile=tile, splits=splits) for device in devices
+    }
+    return KernelReport(backend, outcome.spec, resources, problem, splits, estimates)
 
 
 def _document(
@@ -93,6 +99,7 @@ def _document(
             "kernel": kernel_name(each.spec),
             "options": dict(each.spec.options),
             "problem": each.problem,
+            "splits": each.splits,
             "resources": None if each.resources is None else asdict(each.resources),
             "estimates": {name: asdict(estimate) for name, estimate in each.estimates.items()},
         }
@@ -120,7 +127,11 @@ def _print(arch: Arch, shape: tuple[int, int], precision: str, reports: Sequence
     console.print(
         f"[dim]{arch.name}, {precision}. regs: registers of a thread. local: its bytes outside registers, "
         "spills included. shared: KiB of a block. blocks: on a multiprocessor, and the share of its threads. "
-        + (f"least: µs of the Gram product of {size} at the peak of {devices}.[/]" if devices else "[/]")
+        + (
+            f"least: µs of the Gram product of {size} at the peak of {devices}: reckoned, not measured.[/]"
+            if devices
+            else "[/]"
+        )
     )
 
 
@@ -153,6 +164,7 @@ def _table(reports: Sequence[KernelReport], same: Mapping[str, Any]) -> Table:
         cells = (str(found.registers), local, f"{shared / 1024:.0f}")
         blocks = f"{found.blocks_per_sm}, {found.occupancy:.0%}"
         least = ", ".join(f"{estimate.ms * 1e3:.3g}" for estimate in each.estimates.values())
+        least += f" ({each.splits} splits)" if each.splits > 1 else ""
         row = (escape(options_text(own)), *cells, blocks, _instructions_text(found.instructions))
         table.add_row(*row, *([least] if each.estimates else []))
     return table

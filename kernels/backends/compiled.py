@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,16 +30,22 @@ _PREPARED = 1024
 
 @dataclass(frozen=True)
 class Family:
-    """Where a kernel family is, and which of a backend's operations it serves."""
+    """Where a kernel family is, and which of a backend's operations it serves. ``sums`` is that of the kernel which
+    adds up what a configuration with ``splits`` leaves in scratch memory."""
 
     module: str
     attribute: str
     ops: tuple[str, ...]
+    sums: Family | None = None
 
     @property
     def loaded(self) -> Any:
         """The :class:`~dmuon.kernels.gpu.family.ProductFamily`, or ``SmallFamily`` for the op ``gram_ns``."""
         return getattr(importlib.import_module(f"dmuon.kernels.gpu.{self.module}"), self.attribute)
+
+    def stages(self, config: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The kernels that a call launches, one after the other."""
+        return (self.loaded, self.sums.loaded) if self.sums and "splits" in config else (self.loaded,)
 
 
 class CompiledBackend:
@@ -84,9 +90,9 @@ class CompiledBackend:
     def check(self, op: str, config: Mapping[str, Any]) -> None:
         family, own = self._split(op, config)
         if op == "gram_ns":
-            family.check(own)
+            family.loaded.check(own)
         else:
-            family.check(op, own)
+            family.loaded.check(op, own)
 
     def build(self, op: str, config: Mapping[str, Any]) -> Product:
         self.check(op, config)
@@ -94,8 +100,12 @@ class CompiledBackend:
         key = op, frozenset(config.items())
         if key not in self._built:
             family, own = self._split(op, config)
-            whole = op == "gram_ns"
-            self._built[key] = _Whole(self.name, family, own) if whole else _Ready(self.name, op, family, own)
+            if op == "gram_ns":
+                self._built[key] = _Whole(self.name, family.loaded, own)
+            elif "splits" in own:
+                self._built[key] = _Divided(self.name, op, family.stages(own), own)
+            else:
+                self._built[key] = _Ready(self.name, op, family.stages(own), own)
         return self._built[key]
 
     def specs(
@@ -120,10 +130,10 @@ class CompiledBackend:
             for config in self.configs(op, m, n, dtype, arch):
                 family, own = self._split(op, config)
                 with suppress(Unsupported):
-                    found[family.spec(call, own, arch)] = None
+                    found |= dict.fromkeys(stage.spec(call, own, arch) for stage in family.stages(own))
         return list(found)
 
-    def _split(self, op: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _split(self, op: str, config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         names = [name for name, family in self._families.items() if op in family.ops]
         if not names:
             ops = sorted({op for family in self._families.values() for op in family.ops})
@@ -133,7 +143,7 @@ class CompiledBackend:
                 f"{self.name} takes for {op} a configuration with kernel in {names}, got {dict(config)}"
             )
         own = {key: value for key, value in config.items() if key != "kernel"}
-        return self._families[config["kernel"]].loaded, own
+        return self._families[config["kernel"]], own
 
 
 def laid_out(rows: int, columns: int, dtype: str, by_rows: bool = True) -> Matrices:
@@ -145,41 +155,60 @@ def laid_out(rows: int, columns: int, dtype: str, by_rows: bool = True) -> Matri
 
 
 class _Launcher:
-    """Turns calls into launches, and keeps those it made."""
+    """Turns calls into launches of one kernel after the other, and keeps those it made.
+
+    Args:
+        stages: for each kernel, what to compile for a call, and the launch that performs it.
+    """
 
     def __init__(
-        self, backend: str, specify: Callable[..., KernelSpec], launch: Callable[..., Launch]
+        self, backend: str, *stages: tuple[Callable[..., KernelSpec], Callable[..., Launch]]
     ) -> None:
-        self._backend, self._specify, self._launch = backend, specify, launch
+        self._backend, self._stages = backend, stages
         self._prepared = lru_cache(_PREPARED)(self._prepare)
 
     def run(self, call: ProductCall | SmallCall, device: torch.device) -> None:
-        self._prepared(call, device)()
+        for launch in self._prepared(call, device):
+            launch()
 
-    def _prepare(self, call: ProductCall | SmallCall, device: torch.device) -> Callable[[], None]:
-        from dmuon.kernels.gpu.driver import prepared
-        from dmuon.kernels.gpu.load import binary_for
-
+    def arch(self, device: torch.device) -> Arch:
         arch = arch_of(device)
         if arch is None:
             raise Unsupported(
                 f"the {self._backend} backend needs a CUDA GPU, and the operands are on {device}"
             )
-        binary = binary_for(self._specify(call, arch))
-        return prepared(binary, self._launch(call, binary, device), device)
+        return arch
+
+    def _prepare(self, call: ProductCall | SmallCall, device: torch.device) -> tuple[Callable[[], None], ...]:
+        from dmuon.kernels.gpu.driver import prepared
+        from dmuon.kernels.gpu.load import binary_for
+
+        arch = self.arch(device)
+        binaries = [binary_for(specify(call, arch)) for specify, _ in self._stages]
+        launches = [
+            launch(call, binary, device) for (_, launch), binary in zip(self._stages, binaries, strict=True)
+        ]
+        # A grid without blocks has nothing to do, and the driver refuses it.
+        return tuple(
+            prepared(binary, launch, device)
+            for binary, launch in zip(binaries, launches, strict=True)
+            if launch.grid[0]
+        )
 
 
 class _Ready:
     """One of the three products under one configuration."""
 
-    def __init__(self, backend: str, op: str, family: Any, config: dict[str, Any]) -> None:
-        def launch(call: ProductCall, binary: Binary, device: torch.device) -> Launch:
-            count = torch.cuda.get_device_properties(device).multi_processor_count
-            made: Launch = family.launch(call, config, binary, count)
-            return made
+    def __init__(self, backend: str, op: str, families: tuple[Any, ...], config: dict[str, Any]) -> None:
+        def stage(family: Any) -> tuple[Callable[..., KernelSpec], Callable[..., Launch]]:
+            def launch(call: ProductCall, binary: Binary, device: torch.device) -> Launch:
+                made: Launch = family.launch(call, config, binary, _multiprocessors(device))
+                return made
 
-        self._op = op
-        self._launcher = _Launcher(backend, lambda call, arch: family.spec(call, config, arch), launch)
+            return lambda call, arch: family.spec(call, config, arch), launch
+
+        self._op, self._config, self._family = op, config, families[0]
+        self._launcher = _Launcher(backend, *map(stage, families))
 
     def __call__(
         self,
@@ -196,8 +225,26 @@ class _Ready:
         call = ProductCall(
             self._op, Matrices.of(A), B, added, Matrices.of(out), alpha, beta if added else 0.0, diag
         )
-        self._launcher.run(call, out.device)
+        self._run(call, out.device)
         return out
+
+    def _run(self, call: ProductCall, device: torch.device) -> None:
+        self._launcher.run(call, device)
+
+
+class _Divided(_Ready):
+    """One under a configuration that divides tiles, with memory for their parts: from PyTorch's allocator, which
+    hands out again what a stream has done with, and to a captured graph what stays the graph's."""
+
+    def _run(self, call: ProductCall, device: torch.device) -> None:
+        self._launcher.arch(device)
+        shape = self._family.parts(call, self._config, _multiprocessors(device))
+        scratch = torch.empty(shape, dtype=torch.float32, device=device)
+        super()._run(replace(call, scratch=Matrices.of(scratch)), device)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Whole:
@@ -210,8 +257,10 @@ class _Whole:
     def __init__(self, backend: str, family: Any, config: dict[str, Any]) -> None:
         self._launcher = _Launcher(
             backend,
-            lambda call, arch: family.spec(call, config, arch),
-            lambda call, binary, device: family.launch(call, config, binary),
+            (
+                lambda call, arch: family.spec(call, config, arch),
+                lambda call, binary, device: family.launch(call, config, binary),
+            ),
         )
 
     def __call__(
@@ -234,7 +283,12 @@ TRITON = CompiledBackend(
     "triton",
     "triton",
     {
-        "symmetric": Family("triton_kernels.symmetric", "SYMMETRIC", ("gram", "symmetric_product")),
+        "symmetric": Family(
+            "triton_kernels.symmetric",
+            "SYMMETRIC",
+            ("gram", "symmetric_product"),
+            sums=Family("triton_kernels.sums", "SUMS", ()),
+        ),
         "apply": Family("triton_kernels.apply", "APPLY", ("apply",)),
         "small": Family("triton_kernels.small", "SMALL", ("gram_ns",)),
     },

@@ -57,7 +57,8 @@ class Matrices:
 @dataclass(frozen=True)
 class ProductCall:
     """One call of ``gram`` (``B`` is ``None``), ``symmetric_product`` or ``apply``: see
-    :data:`dmuon.kernels.backends.base.Product` for what each computes. ``C`` may be ``out`` itself."""
+    :data:`dmuon.kernels.backends.base.Product` for what each computes. ``C`` may be ``out`` itself. ``scratch`` is
+    memory for a configuration that needs some."""
 
     op: str
     A: Matrices
@@ -67,3 +68,4 @@ class ProductCall:
     alpha: float = 1.0
     beta: float = 0.0
     diag: float = 0.0
+    scratch: Matrices | None = None

@@ -37,16 +37,18 @@ class Estimate:
     Args:
         compute_ms: by tensor cores at their peak, each wave of tiles taking as long as a full one.
         memory_ms: by reading each operand and writing the result once at the peak of memory.
-        tflops: operations that the result needs, per second, at the larger of the two.
+        sums_ms: by writing the parts of divided tiles, and reading them in a launch of its own.
+        tflops: operations that the result needs, per second, in all that time.
     """
 
     compute_ms: float
     memory_ms: float
+    sums_ms: float
     tflops: float
 
     @property
     def ms(self) -> float:
-        return max(self.compute_ms, self.memory_ms)
+        return max(self.compute_ms, self.memory_ms) + self.sums_ms
 
     @property
     def bound(self) -> str:
@@ -54,19 +56,50 @@ class Estimate:
         return "compute" if self.compute_ms >= self.memory_ms else "memory"
 
 
-def symmetric_estimate(device: Device, m: int, n: int, *, batch: int = 1, tile: int = 1) -> Estimate:
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Into how many parts the inner dimension of a tile may be divided."""
+
+_SHORTEST = 256
+"""What a part keeps of the inner dimension, at least: less would be over before its pipeline is full."""
+
+_LAUNCH_S = 2e-6
+"""What a launch after another costs a GPU: assumed."""
+
+
+def symmetric_estimate(
+    device: Device, m: int, n: int, *, batch: int = 1, tile: int = 1, splits: int = 1
+) -> Estimate:
     """Of X Xᵀ for ``batch`` half-precision (m, n) matrices X, or of a product of symmetric ones with n = m.
 
     Args:
         tile: side of the square tiles, one to a multiprocessor at a time, of which those on and below the
             diagonal are computed whole. With 1, tiles cost nothing: the bound of any kernel.
+        splits: parts that each tile of an incomplete last wave is divided into, along n.
     """
     needed = batch * m * (m + 1) * n
+    memory_s = 2 * batch * (m * n + m * m) / (device.gbytes_per_s * 1e9)
+    sums_s = 0.0
     if tile == 1:
         compute_s = needed / (device.tflops * 1e12)
     else:
         rows = -(-m // tile)
-        waves = -(-batch * rows * (rows + 1) // 2 // device.multiprocessors)
+        whole, last = divmod(batch * rows * (rows + 1) // 2, device.multiprocessors)
+        waves = whole + -(-last * splits // device.multiprocessors) / splits
         compute_s = waves * 2 * tile**2 * n * device.multiprocessors / (device.tflops * 1e12)
-    memory_s = 2 * batch * (m * n + m * m) / (device.gbytes_per_s * 1e9)
-    return Estimate(compute_s * 1e3, memory_s * 1e3, needed / max(compute_s, memory_s) / 1e12)
+        if last and splits > 1:
+            parts = last * splits * tile**2 * 4
+            sums_s = _LAUNCH_S + 2 * parts / (device.gbytes_per_s * 1e9)
+    return Estimate(
+        compute_s * 1e3, memory_s * 1e3, sums_s * 1e3, needed / (max(compute_s, memory_s) + sums_s) / 1e12
+    )
+
+
+def best_splits(device: Device, m: int, n: int, tile: int) -> int:
+    """The ``splits`` of least estimated time for one (m, n) matrix; 1 if dividing does not pay."""
+    offered = [1, *(splits for splits in SPLITS if n >= splits * _SHORTEST)]
+    return min(offered, key=lambda splits: symmetric_estimate(device, m, n, tile=tile, splits=splits).ms)
+
+
+def device_of(arch: str) -> Device | None:
+    """A GPU of ``arch`` to reckon with where none is at hand: the first of :data:`DEVICES`."""
+    return next((device for device in DEVICES if device.arch == arch), None)

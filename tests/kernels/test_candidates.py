@@ -10,8 +10,10 @@ from spectra import DTYPES, expected
 
 from dmuon.kernels import polar_express
 from dmuon.kernels.backends import BACKENDS, blocked
+from dmuon.kernels.backends.compiled import TRITON
 from dmuon.kernels.candidates import ns_candidates, plain_choice
 from dmuon.kernels.choose import NEAR_SQUARE, TINY, NSChoice, Problem, heuristic_choice
+from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.reference import relative_error
 from dmuon.kernels.run import run_ns
 
@@ -68,6 +70,37 @@ def test_every_candidate_computes_the_polynomial(
     for choice in [*found, plain_choice(problem)]:
         result = run_ns(G, choice, polar_express(), DTYPES[dtype])
         assert relative_error(result, exact).max() < limit, choice
+
+
+@pytest.mark.parametrize(("m", "n"), [(1024, 4096), (2048, 8192), (256, 1024)])
+def test_products_that_hand_each_other_halves_or_divide_their_tiles(
+    m: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton offers them to an H200."""
+    monkeypatch.setattr("dmuon.kernels.candidates.arch_of", lambda device: ARCHS["sm_90a"])
+    monkeypatch.setattr(TRITON, "unavailable", lambda device: None)
+    problem = Problem("gram_ns", 1, m, n, "fp16", "cuda:X", "polar_express:5")
+    found = ns_candidates(problem, polar_express(), ["torch", "triton"])
+    halves = [choice for choice in found if "lower" in choice.gram.config]
+    divided = [choice for choice in found if "splits" in choice.gram.config]
+    assert halves and divided
+    for choice in (*halves, *divided):
+        for op in ("gram", "symmetric_product"):
+            product = getattr(choice, op)
+            if product.backend == "triton":
+                # So that a neighbouring shape may use it, and that it is compiled ahead.
+                assert dict(product.config) in TRITON.configs(op, m, n, "fp16", ARCHS["sm_90a"])
+    for choice in halves:
+        assert {**choice.gram.config, "lower": "both"} == choice.symmetric_product.config
+    if m == 2048:
+        # 136 tiles of 128 on 132 multiprocessors: both products have four left over, the shorter in fewer parts.
+        assert {(c.gram.config["splits"], c.symmetric_product.config["splits"]) for c in divided} == {(16, 8)}
+    for choice in divided:
+        tiles = {name: value for name, value in choice.gram.config.items() if name != "splits"}
+        assert (
+            choice.symmetric_product.backend == "torch"
+            or tiles.items() <= choice.symmetric_product.config.items()
+        )
 
 
 class Absent:

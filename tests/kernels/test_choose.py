@@ -67,6 +67,12 @@ def test_a_device_key_tells_thread_counts_apart() -> None:
     [
         NSChoice("standard"),
         NSChoice("gram", (1, 3), BLOCKED, ProductChoice("torch"), loop=True),
+        NSChoice(
+            "gram",
+            (2,),
+            ProductChoice("triton", {"lower": "write"}),
+            ProductChoice("triton", {"lower": "both"}),
+        ),
         heuristic_choice(replace(PROBLEM, m=1024, n=4096)),
     ],
 )
@@ -100,6 +106,18 @@ def test_a_malformed_choice_is_refused(field: str, value: object) -> None:
     config = NSChoice("gram", (2,)).to_config()
     with pytest.raises(ValueError, match=field):
         NSChoice.from_config({**config, field: value})
+
+
+@pytest.mark.parametrize("lower", [("write", None), (None, "both"), ("write", "read"), ("both", "both")])
+def test_what_gram_leaves_out_is_read_by_nobody(lower: tuple[str | None, str | None]) -> None:
+    gram, square = (ProductChoice("triton", {"lower": each} if each else {}) for each in lower)
+    config = NSChoice("gram", (2,)).to_config()
+    for op, product in (("gram", gram), ("symmetric_product", square)):
+        config[op] = {"backend": product.backend, **product.config}
+    with pytest.raises(ValueError, match="lower must be 'write' for the one and 'both' for the other"):
+        NSChoice.from_config(config)
+    with pytest.raises(ValueError, match="absent for apply"):
+        NSChoice("gram", (), apply=ProductChoice("triton", {"lower": True}))
 
 
 def test_a_choice_has_all_its_fields_and_no_other() -> None:

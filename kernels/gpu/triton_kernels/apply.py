@@ -82,7 +82,7 @@ class ApplyFamily:
         ]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
-        check_config("apply", ("apply",), FIELDS, op, config)
+        check_config("apply", ("apply",), FIELDS, {"lower": (False, True)}, op, config)
         if config.get("lower", False) and config["block_k"] > config["block_m"]:
             raise ValueError(f"block_k must be at most block_m with lower, got {config['block_k']}")
 

@@ -81,19 +81,21 @@ def check_operands(call: ProductCall) -> None:
 def check_config(
     kernel: str,
     ops: tuple[str, ...],
-    fields: Mapping[str, tuple[int, ...]],
+    fields: dict[str, tuple[int, ...]],
+    optional: dict[str, tuple[Any, ...]],
     op: str,
     config: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError unless ``config`` has all ``fields``, each with one of its values, and ``lower`` or not."""
+    """Raise ValueError unless ``config`` has all ``fields`` and any of the ``optional`` ones, each with one of its
+    values."""
     if op not in ops:
         raise ValueError(f"triton's {kernel} kernel computes {' and '.join(ops)}, got op {op!r}")
-    if set(config) - {"lower"} != set(fields):
+    if set(config) - set(optional) != set(fields):
         raise ValueError(
             f"a configuration of triton's {kernel} kernel has {list(fields)}, got {list(config)}"
         )
-    for name, values in (*fields.items(), ("lower", (False, True))):
-        value = config.get(name, False)
+    for name, value in config.items():
+        values = (fields | optional)[name]
         if type(value) is not type(values[0]) or value not in values:
             raise ValueError(f"{name} must be one of {', '.join(map(str, values))}, got {value!r}")
 

@@ -1,7 +1,9 @@
 """Device side of :mod:`dmuon.kernels.gpu.triton_kernels.symmetric`. Imports Triton.
 
 One block computes one tile on or below the diagonal of alpha·A Bᵀ + beta·C + diag·I and writes it twice, as it is
-and transposed to its mirror (or once, if only the lower half is wanted).
+and transposed to its mirror (or once, if only the lower half is wanted). Tiles of an incomplete last wave may be
+divided: then a block multiplies part of the inner dimension and leaves an fp32 tile, for
+:mod:`dmuon.kernels.gpu.triton_kernels.sums_kernel` to add up.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ def build(spec: KernelSpec) -> Binary:
         **dict.fromkeys(("line_c", "line_out", "batch_c", "batch_out"), "i64" + ":8" * written),
         **dict.fromkeys(("alpha", "beta", "diag"), "fp32"),
         "group": "i32",
+        "parts": "*fp32:16",
+        **dict.fromkeys(("whole", "splits"), "i32"),
+        "chunk": "i32:16",
     }
-    constexprs = {
-        "BY_ROWS": by_rows,
-        **{name.upper(): options[name] for name in ("block", "block_k", "read_lower", "write_lower")},
-    }
+    names = ("by_rows", "block", "block_k", "read_lower", "write_lower", "split")
+    constexprs = {name.upper(): options[name] for name in names}
     return compile_triton(
         spec,
         symmetric,
@@ -65,16 +68,25 @@ def symmetric(
     beta,
     diag,
     group,
+    parts,
+    whole,
+    splits,
+    chunk,
     BY_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     READ_LOWER: tl.constexpr,
     WRITE_LOWER: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    side = tl.cdiv(m, BLOCK)
-    tiles = side.to(tl.int64) * (side + 1) // 2
-    batch = tl.program_id(0) // tiles
-    i, j = place_of((tl.program_id(0) - batch * tiles).to(tl.int32), side, group)
+    """With SPLIT, of each tile from the one numbered ``whole`` on, ``splits`` blocks take ``chunk`` columns of A."""
+    index, start, stop = tl.program_id(0), 0, n
+    part = tl.maximum(index - whole, 0)
+    if SPLIT:
+        start = part % splits * chunk
+        stop = tl.where(index < whole, n, tl.minimum(start + chunk, n))
+        index = tl.minimum(index, whole) + part // splits
+    batch, i, j = tile_of(index, m, group, BLOCK)
     r, c = i * BLOCK, j * BLOCK
     A += batch * batch_a
     B += batch * batch_b
@@ -93,25 +105,36 @@ def symmetric(
         total = add_lower(total, A, B, line_a, line_b, r, c, m, end_r, m, BLOCK_K, "above", "above")
     else:
         total = add_product(
-            total, A, B, line_a, line_b, r, c, m, m, n, 0, n, BY_ROWS, not BY_ROWS, BLOCK_K, "", ""
+            total, A, B, line_a, line_b, r, c, m, m, n, start, stop, BY_ROWS, not BY_ROWS, BLOCK_K, "", ""
         )
 
-    rows, columns = r + tl.arange(0, BLOCK), c + tl.arange(0, BLOCK)
+    C += batch * batch_c
+    out += batch * batch_out
+    if not SPLIT or tl.program_id(0) < whole:
+        finish(total, r, c, C, out, m, line_c, line_out, alpha, beta, diag, WRITE_LOWER)
+    else:
+        at = tl.arange(0, BLOCK)
+        tl.store(parts + part.to(tl.int64) * (BLOCK * BLOCK) + (at[:, None] * BLOCK + at[None, :]), total)
+
+
+@triton.jit
+def finish(total, r, c, C, out, m, line_c, line_out, alpha, beta, diag, WRITE_LOWER: tl.constexpr):
+    """Write alpha·total + beta·C + diag·I, the tile at (r, c), and its mirror unless the lower half is all."""
+    rows, columns = r + tl.arange(0, total.shape[0]), c + tl.arange(0, total.shape[0])
     total *= alpha
     inside = (rows < m)[:, None] & (columns < m)[None, :]
     if beta != 0:
         offsets = rows.to(tl.int64)[:, None] * line_c + columns[None, :]
-        total += beta * tl.load(C + batch * batch_c + offsets, inside, other=0.0)
+        total += beta * tl.load(C + offsets, inside, other=0.0)
     on_diagonal = rows[:, None] == columns[None, :]
     tile = (total + tl.where(on_diagonal, diag, 0.0)).to(out.dtype.element_ty)
-    target = out + batch * batch_out
-    if i == j:
+    if r == c:
         # The product of rounded operands need not be symmetric: its lower half is the result.
         tile = tl.where(rows[:, None] >= columns[None, :], tile, tl.trans(tile))
     elif not WRITE_LOWER:
         mirror = columns.to(tl.int64)[:, None] * line_out + rows[None, :]
-        tl.store(target + mirror, tl.trans(tile), tl.trans(inside))
-    tl.store(target + rows.to(tl.int64)[:, None] * line_out + columns[None, :], tile, inside)
+        tl.store(out + mirror, tl.trans(tile), tl.trans(inside))
+    tl.store(out + rows.to(tl.int64)[:, None] * line_out + columns[None, :], tile, inside)
 
 
 @triton.jit
@@ -134,6 +157,16 @@ def add_lower(
     return add_product(
         total, A, B, line_a, line_b, r, c, m, m, m, start, stop, True, True, BLOCK_K, PLACE_A, PLACE_B
     )
+
+
+@triton.jit
+def tile_of(index, m, group, BLOCK: tl.constexpr):
+    """Batch, row and column of tile ``index`` among those on and below the diagonals of a batch of (m, m) results."""
+    side = tl.cdiv(m, BLOCK)
+    tiles = side.to(tl.int64) * (side + 1) // 2
+    batch = index // tiles
+    i, j = place_of((index - batch * tiles).to(tl.int32), side, group)
+    return batch, i, j
 
 
 @triton.jit

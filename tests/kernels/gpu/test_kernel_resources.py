@@ -16,7 +16,7 @@ from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary, Unsupported
 from dmuon.kernels.gpu.ptx_text import params_of
 from dmuon.kernels.gpu.resources import instructions, occupancy, resources_of
-from dmuon.kernels.gpu.roofline import DEVICES, symmetric_estimate
+from dmuon.kernels.gpu.roofline import DEVICES, SPLITS, best_splits, symmetric_estimate
 
 CALCULATOR = r"""
 #include <limits.h>
@@ -193,3 +193,22 @@ def test_tiles_cost_their_waves():
     one, two = (symmetric_estimate(device, m, 8192, tile=128) for m in (15 * 128, 16 * 128))
     assert two.compute_ms == pytest.approx(2 * one.compute_ms)  # 120 and 136 tiles on 132 multiprocessors
     assert one.compute_ms > symmetric_estimate(device, 15 * 128, 8192).compute_ms
+
+
+def test_dividing_the_last_wave_pays_where_it_leaves_multiprocessors_idle():
+    device = next(each for each in DEVICES if each.name == "H200")
+    # 136 tiles: a wave of 132, and one of 4 that takes as long.
+    whole, divided = (symmetric_estimate(device, 2048, 8192, tile=128, splits=splits) for splits in (1, 16))
+    assert divided.compute_ms == pytest.approx(whole.compute_ms / 2 * (1 + 1 / 16))
+    assert divided.sums_ms == pytest.approx(2e-3 + 2 * 4 * 16 * 128**2 * 4 / 4800e9 * 1e3)
+    assert divided.ms == divided.compute_ms + divided.sums_ms < 0.65 * whole.ms
+    assert best_splits(device, 2048, 8192, 128) in SPLITS
+    # Complete waves have nothing to divide, nor is a short inner dimension worth it.
+    assert best_splits(device, 11 * 128, 8192, 128) > 1 == best_splits(device, 128 * 11, 256, 128)
+    full = next(device.multiprocessors * k for k in range(1, 99) if _triangular(device.multiprocessors * k))
+    side = int((8 * full + 1) ** 0.5 - 1) // 2
+    assert best_splits(device, side * 128, 8192, 128) == 1
+
+
+def _triangular(number):
+    return int((8 * number + 1) ** 0.5) ** 2 == 8 * number + 1

@@ -25,7 +25,7 @@ from triton_products import (
 from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary, Unsupported
 from dmuon.kernels.gpu.calls import Matrices
-from dmuon.kernels.gpu.triton_kernels.symmetric import FIELDS, SYMMETRIC
+from dmuon.kernels.gpu.triton_kernels.symmetric import FIELDS, OPTIONAL, SYMMETRIC
 
 pytest.importorskip("triton")
 
@@ -214,13 +214,13 @@ def test_tiles_are_exact_up_to_two_to_the_31(group: int) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_lower_halves_determine_the_lower_half(arch: str) -> None:
-    config, m = MIDDLE | {"lower": True}, 136
-    A, B, C = (fill(matrices(2, m, m, "bf16"), seed, symmetric=True) for seed in (1, 2, 3))
+    config, m = MIDDLE | {"lower": "both"}, 136
+    A, B, C = (fill(matrices(1, m, m, "bf16"), seed, symmetric=True) for seed in (1, 2, 3))
     expected = (2 * (A.double() @ B.double()) + 3 * C.double()).to(A.dtype).tril()
     above = torch.ones(m, m, dtype=torch.bool).triu(1)
     for tensor in (A, B, C):
         tensor[:, above] = torch.nan
-    out = matrices(2, m, m, "bf16")
+    out = matrices(1, m, m, "bf16")
     call = call_of("symmetric_product", A, B, C, out, 2.0, 3.0)
     for seed in (None, 1):
         out.fill_(CANARY)
@@ -228,9 +228,13 @@ def test_lower_halves_determine_the_lower_half(arch: str) -> None:
         assert torch.equal(out.tril(), expected)
         assert bool((out[:, :64, 64:] == CANARY).all() and (out[:, 64:128, 128:] == CANARY).all())
     # Three tiles a side, the last of 8 rows: six of nine are written.
-    assert report.stored[3] == 2 * 2 * (64 * 64 * 3 + 8 * 64 * 2 + 8 * 8)
-    X = fill(matrices(2, m, 40, "bf16"), 4)
-    execute(SYMMETRIC, call_of("gram", X, None, None, out.fill_(CANARY), 1.0), config, arch, [X, out], None)
+    assert report.stored[3] == 2 * (64 * 64 * 3 + 8 * 64 * 2 + 8 * 8)
+    # And the whole of it, for a consumer that reads it whole.
+    execute(SYMMETRIC, call, config | {"lower": "read"}, arch, [A, B, C, out], 1)
+    assert torch.equal(out, expected + expected.tril(-1).mT)
+    X = fill(matrices(1, m, 40, "bf16"), 4)
+    written = MIDDLE | {"lower": "write"}
+    execute(SYMMETRIC, call_of("gram", X, None, None, out.fill_(CANARY), 1.0), written, arch, [X, out], None)
     assert torch.equal(out.tril(), (X.double() @ X.double().mT).to(out.dtype).tril())
     assert bool((out[:, :64, 64:] == CANARY).all())
 
@@ -268,7 +272,7 @@ def check_mathematics() -> None:
         options = SYMMETRIC.spec(call, SMALL, ARCHS["sm_80"]).options
         constexprs = {
             name.upper(): options[name]
-            for name in ("by_rows", "block", "block_k", "read_lower", "write_lower")
+            for name in ("by_rows", "block", "block_k", "read_lower", "write_lower", "split")
         }
         tensors = [tensor for tensor in (A, B, C, out) if tensor is not None]
         interpret(symmetric, SYMMETRIC.launch(call, SMALL, binary, 1), constexprs, *tensors)
@@ -343,13 +347,19 @@ def test_configurations_offered(arch: str) -> None:
 
 
 def test_what_is_not_served_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="block_k must be at most block with lower, got 64"):
-        SYMMETRIC.check("gram", SMALL | {"block_k": 64, "lower": True})
-    with pytest.raises(ValueError, match="lower must be one of False, True, got 1"):
-        SYMMETRIC.check("gram", SMALL | {"lower": 1})
+    with pytest.raises(ValueError, match="block_k must be at most block with lower='both', got 64"):
+        SYMMETRIC.check("symmetric_product", SMALL | {"block_k": 64, "lower": "both"})
+    with pytest.raises(ValueError, match="lower must be one of read, write, both, got True"):
+        SYMMETRIC.check("gram", SMALL | {"lower": True})
+    with pytest.raises(ValueError, match=r"'write' alone for gram, .* got 'read'"):
+        SYMMETRIC.check("gram", SMALL | {"lower": "read"})
+    with pytest.raises(ValueError, match="splits does not go with lower='read'"):
+        SYMMETRIC.check("symmetric_product", SMALL | {"lower": "read", "splits": 2})
+    with pytest.raises(ValueError, match=r"splits must be one of 2, .*, got 5"):
+        SYMMETRIC.check("gram", SMALL | {"splits": 5})
     S = matrices(1, 16, 16, "bf16", by_columns=True)
     with pytest.raises(Unsupported, match="needs contiguous rows"):
-        SYMMETRIC.spec(call_of("symmetric_product", S, S, None, S), SMALL | {"lower": True}, ARCHS["sm_80"])
+        SYMMETRIC.spec(call_of("symmetric_product", S, S, None, S), SMALL | {"lower": "both"}, ARCHS["sm_80"])
     with pytest.raises(ValueError, match=r"block must be one of .*, got 48"):
         SYMMETRIC.check("gram", SMALL | {"block": 48})
     with pytest.raises(ValueError, match=r"has .*'block'.*got \['tile'\]"):
@@ -378,5 +388,5 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 
 def test_fields_are_those_of_every_configuration() -> None:
     offered = SYMMETRIC.configs("gram", 4096, 4096, "fp16", ARCHS["sm_90a"])
-    assert all(set(config) == set(FIELDS) for config in offered)
+    assert all(set(config) - set(OPTIONAL) == set(FIELDS) for config in offered)
     assert {config["block"] for config in offered} == {32, 64, 128}

@@ -86,7 +86,7 @@ def interpret(kernel: Any, launch: Launch, constexprs: dict[str, Any], *tensors:
     values: list[Any] = []
     for name, data in zip(inspect.signature(kernel.fn).parameters, launch.args[:-2], strict=False):
         assert isinstance(data, bytes)
-        if name in ("A", "B", "C", "out", "scalars"):
+        if name in ("A", "B", "C", "out", "scalars", "parts"):
             values.append(at[struct.unpack("<Q", data)[0]])
         else:
             kind = "f" if name in ("alpha", "beta", "diag") else {4: "i", 8: "q"}[len(data)]
