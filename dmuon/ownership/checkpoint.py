@@ -84,11 +84,11 @@ def save_checkpoint(
             return state
 
         state = ranks.together(prepare, "save_checkpoint")
-        metadata = checkpoint_files.write(checkpoint_folder.partial_of(path), state)
+        save_id = checkpoint_files.write(checkpoint_folder.partial_of(path), state)
 
         def commit() -> None:
             if _is_first():
-                checkpoint_folder.finish(path, _pack(extra, metadata))
+                checkpoint_folder.finish(path, _pack(extra, save_id))
 
         ranks.together(commit, "save_checkpoint")
 
@@ -273,21 +273,16 @@ def _unpack(folder: Path, metadata: Metadata) -> dict[str, Any]:
         return {}
     packed = torch.load(folder / EXTRA, map_location="cpu", weights_only=True)
     # torch's own functions may have saved to the folder since.
-    extra: dict[str, Any] = packed["extra"] if packed["save_id"] == _save_id(metadata) else {}
+    extra: dict[str, Any] = packed["extra"] if packed["save_id"] == checkpoint_files.save_id(metadata) else {}
     return extra
 
 
-def _save_id(metadata: Metadata | None) -> str | None:
-    meta = metadata.storage_meta if metadata else None
-    return meta.save_id if meta else None
-
-
-def _pack(extra: Mapping[str, Any] | None, metadata: Metadata | None) -> bytes:
+def _pack(extra: Mapping[str, Any] | None, save_id: str | None) -> bytes:
     if not isinstance(extra, (Mapping, type(None))):
         raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
     buffer = io.BytesIO()
     try:
-        torch.save({"save_id": _save_id(metadata), "extra": dict(extra or {})}, buffer)
+        torch.save({"save_id": save_id, "extra": dict(extra or {})}, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -22,16 +22,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 
-def write(folder: Path, state: dict[str, Any]) -> Metadata:
-    """Save ``state`` to ``folder``. Collective.
+def write(folder: Path, state: dict[str, Any]) -> str | None:
+    """Save ``state`` to ``folder``. Collective. Returns, on the first rank, what :func:`save_id` finds there.
 
     Raises:
         OSError: this rank could not write.
         RuntimeError: another rank failed, or this one for another reason.
     """
+    writer = _Writer(folder)
     with _plain_errors("save_checkpoint"):
-        metadata: Metadata = save(state, storage_writer=_Writer(folder))
-    return metadata
+        save(state, storage_writer=writer)
+    # Not what save returns, of which older versions of torch do not complete the storage's part.
+    return _save_id(writer.storage_meta())
 
 
 def read(folder: Path, state: dict[str, Any], strict: bool) -> None:
@@ -44,6 +46,11 @@ def read(folder: Path, state: dict[str, Any], strict: bool) -> None:
     planner = _PlainPlanner(allow_partial_load=not strict)
     with _plain_errors("load_checkpoint"):
         load(state, storage_reader=FileSystemReader(folder), planner=planner)
+
+
+def save_id(metadata: Metadata) -> str | None:
+    """What tells one :func:`write` from another."""
+    return _save_id(metadata.storage_meta)
 
 
 class _Writer(FileSystemWriter):
@@ -65,6 +72,10 @@ class _PlainPlanner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
+
+
+def _save_id(storage: StorageMeta | None) -> str | None:
+    return storage.save_id if storage else None
 
 
 @contextmanager
