@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -89,6 +90,31 @@ def test_a_step_skipped_by_the_scaler_leaves_the_momentum_alone() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert all(torch.isfinite(value).all() for state in optimizer.state.values() for value in state.values())
     assert not torch.equal(model.weight, before[0])
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_scaled_training_equals_unscaled_training(unscale: bool) -> None:
+    """Of any size of scale; bit for bit, since scales are powers of two."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    other = copy.deepcopy(model)
+    optimizer, plain = dmuon.Muon(model, lr=0.1), dmuon.Muon(other, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    for step in range(3):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        scaler.scale(model(x).square().mean()).backward()
+        other(x).square().mean().backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            for each in (model, other):
+                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert scaler.get_scale() == 2.0**13
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 @pytest.mark.case(row="N9")

@@ -108,13 +108,11 @@ def check(scalings: list[Scaling], ranks: int) -> None:
 
 
 @pytest.mark.case(row="N5")
-@pytest.mark.case("N5")
 def test_one_rank_that_overflows_makes_all_skip_and_lower_the_scale() -> None:
     check(SCALINGS, 2)
 
 
 @pytest.mark.case(row="N5")
-@pytest.mark.case("N5")
 def test_replicas_skip_together() -> None:
     check([Scaling(nodes=2), Scaling(nodes=2, spoiled="sharded", unscale=True)], 4)
 
