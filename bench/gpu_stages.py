@@ -142,10 +142,18 @@ def _tune(setting: Setting, m: int, n: int, batch: int, precision: str, seconds:
     if best is None or choice is None:
         raise RuntimeError(outcome.reason or outcome.status)
     bad = [trial for trial in outcome.trials if trial.status != "ok"]
+    variants = {}
+    for name, field in (("lower halves / tuned", "lower"), ("divided tiles / tuned", "splits")):
+        taken = [
+            trial.median_ms for trial in outcome.trials if field in trial.config["gram"] and trial.median_ms
+        ]
+        if taken and best.median_ms:
+            variants[name] = min(taken) / best.median_ms
     return {
         "ms": best.median_ms,
         "plain / tuned": outcome.speedup,
         "choice": choice_text(choice),
+        **variants,
         "candidates": candidates,
         "timed": len(outcome.trials) - len(bad),
         "rejected or failed": "; ".join(dict.fromkeys(f"{t.backend}: {t.message}" for t in bad))[:300],

@@ -43,7 +43,8 @@ class Backend(Protocol):
         """The configurations worth timing for (m, n) operands, pruned of those that cannot win or run.
 
         ``arch`` is that of the CUDA device, ``None`` for any other. ``op`` may also be ``"gram_ns"``: then they
-        are of kernels that run the whole iteration, if the backend has any.
+        are of kernels that run the whole iteration, if the backend has any. One with ``"lower"`` is for products that
+        hand each other lower halves: see :class:`~dmuon.kernels.choose.NSChoice`.
         """
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:

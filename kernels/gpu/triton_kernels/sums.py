@@ -1,6 +1,6 @@
 """The second launch of a symmetric product whose last tiles were divided: it adds their parts and finishes them.
 
-Parts are added in order, by whoever is there: the result is the same, bit for bit, at every run.
+Parts are added first to last, whichever was there first: every run has the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _PIECE, _WARPS = 32, 4
 
 
 class SumsFamily:
-    """The kernel beside any configuration with ``splits``; see :class:`~dmuon.kernels.gpu.family.ProductFamily`."""
+    """The kernel beside any configuration with ``splits``. What its methods do,
+    :class:`~dmuon.kernels.gpu.family.ProductFamily` says."""
 
     def spec(self, call: ProductCall, config: Mapping[str, Any], arch: Arch) -> KernelSpec:
         C, out = by_rows(call.C or call.out), by_rows(call.out)

@@ -278,12 +278,19 @@ def test_faults_are_noticed(arch: str, config: dict[str, Any], kinds: tuple[str,
 
 
 def resources_of(
-    config: dict[str, Any], arch: str, out_dtype: str, *, by_columns: bool = False, padding: int = 8
+    config: dict[str, Any],
+    arch: str,
+    out_dtype: str,
+    *,
+    op: str = "gram",
+    by_columns: bool = False,
+    padding: int = 8,
 ) -> Binary:
     size = 64 if padding else 63
     X = matrices(1, size, size, "bf16", by_columns=by_columns, padding=padding)
     out = matrices(1, size, size, out_dtype, padding=padding)
-    return check_resources(SYMMETRIC.spec(call_of("gram", X, None, out, out), config, ARCHS[arch]), config)
+    call = call_of(op, X, None if op == "gram" else X, out, out)
+    return check_resources(SYMMETRIC.spec(call, config, ARCHS[arch]), config)
 
 
 def test_hopper_multiplies_by_warpgroup_and_spills_nothing() -> None:
@@ -303,6 +310,10 @@ def test_nothing_is_spilled_in_any_configuration(arch: str) -> None:
     for config in SYMMETRIC.configs("gram", 4095, 4095, "bf16", ARCHS[arch]):
         for by_columns in (False, True):
             resources_of(config, arch, "fp32", by_columns=by_columns, padding=0)
+    for config in SYMMETRIC.configs("symmetric_product", 4096, 4096, "bf16", ARCHS[arch]):
+        if "lower" in config:
+            for out_dtype in ("fp32", "bf16"):
+                resources_of(config, arch, out_dtype, op="symmetric_product")
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
