@@ -145,7 +145,7 @@ def _move(weight: Tensor, direction: Tensor, group: dict[str, Any], factor: floa
         kept = 1 - lr * group["weight_decay"]
         if group["cautious_decay"]:
             # Signs, because the product of two small numbers may be zero.
-            growing = direction.sign().mul_(weight.sign()).mul_(sign) > 0
+            growing = direction.sign().mul_(weight.sign()).mul_(sign * factor) > 0
             weight.copy_(torch.where(growing, weight, weight * kept))
         else:
             weight.mul_(kept)

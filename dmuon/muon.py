@@ -234,8 +234,9 @@ class Muon(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: a gradient is sparse, the model has got other parameters since the optimizer was built, or
-                torch's GradScaler takes the step of an owned model; no parameter has been changed then.
+            RuntimeError: a gradient is sparse, the model has got other parameters since the optimizer was built, a
+                CUDA graph would repeat stochastic rounding, or torch's GradScaler takes the step of an owned model;
+                no parameter has been changed then.
         """
         if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
             raise RuntimeError(

@@ -191,11 +191,12 @@ def test_rows_and_matrices_of_zeros_do_not_move() -> None:
 
 
 def test_an_update_of_zero_decays() -> None:
-    p = parameter(4, 6)
-    p.grad = torch.zeros_like(p)
-    expected = p.detach() * (1 - LR * DECAY)
-    forced(p, lr=LR, weight_decay=DECAY, cautious_decay=True).step()
-    assert torch.equal(p, expected)
+    still, unmoved = parameter(4, 6), parameter(4, 6)
+    expected = still.detach() * (1 - LR * DECAY)
+    still.grad, unmoved.grad = torch.zeros_like(still), gradient_like(unmoved)
+    forced(still, lr=LR, weight_decay=DECAY, cautious_decay=True).step()
+    forced(unmoved, lr=LR, weight_decay=DECAY, cautious_decay=True, adjust_lr=lambda rows, cols: 0.0).step()
+    assert torch.equal(still, expected) and torch.equal(unmoved, expected)
 
 
 @pytest.mark.case(row="N2")

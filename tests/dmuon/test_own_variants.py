@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from own_models import HOW, Training, batch, build, loss_of, mesh_of, train_each, wrap
+from own_models import HOW, Training, batch, build, difference, loss_of, mesh_of, train_each, wrap
 from own_processes import outcome, run_ranks
 from own_sessions import Session, reference, run, train, worst
 
@@ -38,6 +38,31 @@ def test_many_steps_equal_one_process(ranks: int) -> None:
     splits = dmuon.MatrixPolicy(splits={"*up.weight": (32, 16), "*experts": (3, 5)})
     trainings = [Training(steps=6, how=how, own={"reshard_after_forward": False}) for how in VARIANTS]
     check(ranks, [*trainings, Training(steps=6, nodes=2, how=BOTH, own={"policy": splits})])
+
+
+def divide(optimizer: dmuon.Muon) -> None:
+    """Give the first block's matrices options of their own."""
+    group = optimizer.param_groups[0]
+    named = dict(zip(group["param_names"], group["params"], strict=True))
+    first = [(name, named.pop(name)) for name in list(named) if name.startswith("blocks.0.")]
+    group.update(param_names=list(named), params=list(named.values()))
+    optimizer.add_param_group({"params": first, **BOTH})
+
+
+def in_groups() -> float:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, reference = build(), build()
+    owned = wrap(model, mesh_of())
+    optimizer, alone = dmuon.Muon(model, **HOW), dmuon.Muon(reference, **HOW)
+    divide(optimizer)
+    divide(alone)
+    train(model, optimizer, range(3), rank, ranks)
+    train(reference, alone, range(3))
+    return difference(model, owned, reference)
+
+
+def test_some_matrices_have_it_in_a_group_of_their_own() -> None:
+    assert max(run_ranks(2, in_groups)) < 1e-12
 
 
 def check_sessions(path: Path, sessions: list[Session]) -> None:
