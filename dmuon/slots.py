@@ -24,16 +24,7 @@ _EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe"
 # As bare parameters: cls_token, pos_enc, relative_position_bias_table.
 _EMBEDDED = {"token", "tokens", "table", "latents", "pos", "position", "positional"}
 _PROJECTIONS = {"proj", "projection", "projector", "linear", "mlp"}
-_HEADS = {
-    "lm_head",
-    "embed_out",
-    "unembed",
-    "head",
-    "output_head",
-    "classification_head",
-    "score",
-    "classifier",
-}
+_HEADS = {"head", "score", "classifier", "embed_out", "unembed"}  # and all that end with _head
 _ROOT_HEADS = {"output", "fc"}  # heads at the top of a model, ordinary layers inside a block
 
 
@@ -122,7 +113,9 @@ def kind_of_name(name: str, shape: tuple[int, ...]) -> str:
 def is_head(name: str) -> bool:
     """Whether ``name`` is an output head's: ``lm_head.weight``, ``model.score.weight``, ``fc.weight``."""
     path = [part for part in clean(name).split(".")[:-1] if not part.isdigit() and part != "model"]
-    return bool(path) and (path[-1] in _HEADS or (len(path) == 1 and path[0] in _ROOT_HEADS))
+    if not path:
+        return False
+    return path[-1] in _HEADS or path[-1].endswith("_head") or (len(path) == 1 and path[0] in _ROOT_HEADS)
 
 
 def _strongest(kinds: list[str]) -> str:

@@ -65,14 +65,16 @@ class Instance:
         memory_bytes: what a rank has for owned parameters and the working memory of its step; None for no limit.
 
     Raises:
-        ValueError: no rank, or a name that is there twice.
+        ValueError: no rank, no memory, or a name that is there twice.
     """
 
     def __init__(
         self, items: Sequence[Item], ranks: int, costs: Costs, memory_bytes: int | None = None
     ) -> None:
-        if ranks < 1:
-            raise ValueError(f"ranks must be at least 1, got {ranks}")
+        if not hasattr(ranks, "__index__") or ranks < 1:
+            raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+        if memory_bytes is not None and not memory_bytes > 0:
+            raise ValueError(f"memory_bytes must be positive, or None for no limit, got {memory_bytes!r}")
         names = [item.name for item in items]
         if len(set(names)) < len(names):
             raise ValueError(f"items need distinct names, got {max(names, key=names.count)!r} more than once")

@@ -54,8 +54,8 @@ def make_plan(
         store: where a plan that took a search is kept, and is found for equal input and costs.
 
     Raises:
-        ValueError: no rank, an unknown ``method``, equal names, ``ranks_per_node`` that does not divide ``ranks``,
-            or an item that fits the memory of no rank any more.
+        ValueError: no rank, no memory, an unknown ``method``, equal names, ``ranks_per_node`` that does not divide
+            ``ranks``, ``time_limit_s`` that is no time, or an item that fits the memory of no rank any more.
     """
     instance = Instance(items, ranks, costs, memory_bytes)
     per_node = ranks if ranks_per_node is None else ranks_per_node
@@ -63,6 +63,8 @@ def make_plan(
         raise ValueError(f"method must be 'best' or 'greedy', got {method!r}")
     if per_node < 1 or ranks % per_node:
         raise ValueError(f"ranks_per_node must divide the {ranks} ranks, got {per_node}")
+    if not time_limit_s >= 0:
+        raise ValueError(f"time_limit_s must be a number of seconds, got {time_limit_s!r}")
     bound = bound_of(instance)
     starts = greedy(instance)
     if not starts:

@@ -109,8 +109,13 @@ def test_given_owners_are_checked() -> None:
             plan_of_owners(owners, two, 2, Affine())
     with pytest.raises(ValueError, match="distinct names, got 'w0'"):
         make_plan([*two, *two], 2, Affine())
-    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
-        make_plan(two, 0, Affine())
+    for ranks in (0, 1.5):
+        with pytest.raises(ValueError, match=f"ranks must be a whole number of at least 1, got {ranks}"):
+            make_plan(two, ranks, Affine())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory_bytes must be positive, or None for no limit, got -1"):
+        make_plan(two, 2, Affine(), memory_bytes=-1)
+    with pytest.raises(ValueError, match="time_limit_s must be a number of seconds, got nan"):
+        make_plan(two, 2, Affine(), time_limit_s=float("nan"))
     with pytest.raises(ValueError, match="ranks_per_node must divide the 4 ranks, got 3"):
         make_plan(two, 4, Affine(), ranks_per_node=3)
 
