@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/index.md",
+    "docs/numerics.md",
     "docs/optimizer.md",
     "docs/planning.md",
     "docs/policy.md",
@@ -44,3 +47,28 @@ def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for example in examples:
         exec(compile(example, page, "exec"), names)
     assert examples
+
+
+def test_the_benchmarks_are_the_results() -> None:
+    """Every row of a table is what the file that is named below it says."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    found = {
+        name.split("-")[0]: json.loads((ROOT / "bench" / "results" / name).read_text(encoding="utf-8"))
+        for name in re.findall(r"From `(\S+\.json)`", page)
+    }
+    rows = []
+    for result in found["ns"]["results"]:
+        torchs, ours = (result["timings"][name]["median_ms"] for name in ("torch.optim.Muon", "dmuon"))
+        batch = f"{result['batch']} of " if result["batch"] > 1 else ""
+        shape = f"{batch}{result['rows']}×{result['cols']}"
+        rows.append(f"{shape} | {result['precision']} | {torchs:.1f} | {ours:.1f} | {torchs / ours:.2f}")
+    for name, times in found["distributed"]["total_ms"].items():
+        optimizer = found["distributed"]["optimizer_ms"][name]
+        rows.append(f"{name} | {median(optimizer):.1f} | {median(times):.1f}")
+    for plan in found["planner"]["presets"]:
+        if plan["name"] in page:
+            gap = abs(plan["makespan"] / plan["bound"] - 1)
+            rows.append(f"{plan['name']} | {plan['ranks']} | {plan['excess']:.1%} | {gap:.2%}")
+    assert [line for line in page.splitlines() if re.match(r"\| .*\d", line)] == [
+        f"| {row} |" for row in rows
+    ]
