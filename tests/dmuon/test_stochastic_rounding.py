@@ -159,6 +159,13 @@ def test_takes_one_number_a_step_from_torchs_generator() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
 
 
+def test_a_cuda_graph_must_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="at every replay: set stochastic_rounding=False"):
+        StochasticRounding().reseed()
+
+
 def test_large_momenta_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bounded size, like batches, and each by random numbers of its own."""
     monkeypatch.setattr("dmuon.matrix_step.BATCH_ELEMENTS", 64)
