@@ -66,7 +66,7 @@ class Measurements:
         """Measure ``batch``, about to be moved along ``directions``, (count, rows, cols) each."""
         for piece, direction in zip(batch, directions, strict=True):
             matrix, group = piece.update.matrix, piece.update.group
-            scale = self._rules[group["adjust_lr"]](matrix.rows, matrix.cols) * group["lr"]
+            scale = abs(self._rules[group["adjust_lr"]](matrix.rows, matrix.cols)) * group["lr"]
             columns = [_norms(piece.gradient()), _norms(direction) * scale, _norms(piece.parameter())]
             if self._orthogonality:
                 columns.append(_orthogonality_errors(direction))

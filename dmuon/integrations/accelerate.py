@@ -100,8 +100,8 @@ def _check(accelerator: Accelerator) -> None:
             )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed_precision must be 'no' or 'bf16', got {accelerator.mixed_precision!r}: gradients that only their "
-            "owner has cannot be scaled by a GradScaler"
+            f"mixed_precision must be 'no' or 'bf16', got {accelerator.mixed_precision!r}: the GradScaler "
+            "that accelerate makes cannot scale gradients that only their owner has"
         )
 
 

@@ -117,7 +117,7 @@ def test_variants_are_measured_as_they_move() -> None:
         moved = matrices_of(ours.name, model.get_parameter(ours.name).detach())[ours.index] - was
         # What the decay adds has the signs of the update.
         assert moved.norm() > ours.update_norm
-    undecayed, watched = mixed(lr=0.3, weight_decay=0.0, normuon_beta2=0.9)
+    undecayed, watched = mixed(lr=0.3, weight_decay=0.0, normuon_beta2=0.9, adjust_lr=lambda rows, cols: -2.0)
     watched.register_update_hook(
         lambda update: torch.testing.assert_close(
             update.update_norm,
