@@ -16,6 +16,7 @@ _COMMANDS = {
     "run": ("dmuon.cli.run:run", "Tune a model's matrices on this machine and keep the results."),
     "compile": ("dmuon.cli.compile:compile_", "Build a model's GPU kernels ahead, with or without a GPU."),
     "shapes": ("dmuon.cli.shapes:shapes", "Show what of a model would be tuned, and why."),
+    "profile": ("dmuon.cli.profile:profile", "Measure the optimizer's steps, for planning."),
     "plan": ("dmuon.cli.plan:plan", "Plan who owns which matrix on a cluster, and simulate a step."),
     "simulate": ("dmuon.cli.simulate:simulate", "Compare ways to train on clusters that are not at hand."),
     "show": ("dmuon.cli.store_commands:show", "Show the best trials in the store."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dmuon.cli.errors import bad_input
+from dmuon.cli.errors import BadInput, bad_input
 
 if TYPE_CHECKING:
     from dmuon.tuning_cache import Store
@@ -20,6 +20,26 @@ OPERATIONS = ("gram_ns", "gram", "symmetric_product", "apply")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+class BudgetType(click.ParamType[float]):
+    """``90``, ``90s``, ``2m``, ``1h`` or ``1m30s`` → seconds."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value).strip().lower()
+        number = r"(\d+(?:\.\d+)?)"
+        match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s?)?", text, re.ASCII)
+        parts = zip(match.groups(), _UNITS.values(), strict=True) if match else ()
+        seconds = sum(float(part) * unit for part, unit in parts if part)
+        if not 0 < seconds < float("inf"):
+            raise BadInput(f"--budget {value}: a time above zero is written as 90, 90s, 2m, 1h or 1m30s")
+        return seconds
+
 
 def store_option(command: Command) -> Command:
     """``--store PATH``, passed as ``store_path`` (``None``: the default) for :func:`open_store`."""
@@ -29,6 +49,41 @@ def store_option(command: Command) -> Command:
         type=click.Path(path_type=Path),
         metavar="PATH",
         help="The store's file.  [default: $DMUON_CACHE, else tuning.db in your cache folder]",
+    )
+    return option(command)
+
+
+def device_option(command: Command) -> Command:
+    """``--device NAME``, for :func:`device_here`."""
+    option = click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="Where to run; auto is the GPU if there is one.",
+    )
+    return option(command)
+
+
+def device_here(name: str) -> str:
+    """The device that ``--device`` means: ``"cpu"`` or ``"cuda"``."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: PyTorch finds no CUDA GPU here; dmuon-tune doctor says more")
+    return name
+
+
+def precision_option(command: Command) -> Command:
+    """``--precision NAME``."""
+    option = click.option(
+        "--precision",
+        type=click.Choice(["auto", *PRECISIONS]),
+        default="auto",
+        show_default=True,
+        help="What to compute in; auto is fp32 on a CPU, fp16 on a GPU, as in training.",
     )
     return option(command)
 

@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from dmuon.cli.errors import INTERRUPTED, BadInput, bad_input
-from dmuon.cli.options import PRECISIONS, coefficients_option, json_option, open_store, store_option
+from dmuon.cli.options import (
+    BudgetType,
+    coefficients_option,
+    device_here,
+    device_option,
+    json_option,
+    open_store,
+    precision_option,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from dmuon.kernels.choose import Problem
     from dmuon.models import ModelShapes
     from dmuon.tuning_cache import Store
 
-_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
-
-
-class BudgetType(click.ParamType[float]):
-    """``90``, ``90s``, ``2m``, ``1h`` or ``1m30s`` → seconds."""
-
-    name = "TIME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        text = str(value).strip().lower()
-        number = r"(\d+(?:\.\d+)?)"
-        match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s?)?", text, re.ASCII)
-        parts = zip(match.groups(), _UNITS.values(), strict=True) if match else ()
-        seconds = sum(float(part) * unit for part, unit in parts if part)
-        if not 0 < seconds < float("inf"):
-            raise BadInput(f"--budget {value}: a time above zero is written as 90, 90s, 2m, 1h or 1m30s")
-        return seconds
-
 
 @click.command()
 @click.argument("model", required=False)
 @click.option("--shape", metavar="MxN", help="Tune matrices of this one shape instead of a model's.")
 @click.option("--count", type=click.IntRange(min=1), help="How many matrices of --shape.  [default: 1]")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where to run; auto is the GPU if there is one.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["auto", *PRECISIONS]),
-    default="auto",
-    show_default=True,
-    help="What to compute in; auto is fp32 on a CPU, fp16 on a GPU, as in training.",
-)
+@device_option
+@precision_option
 @coefficients_option
 @click.option("--budget", type=BudgetType(), default="2m", show_default=True, help="Time to spend, in all.")
 @click.option(
@@ -102,7 +78,7 @@ def run(
     from dmuon.tuning_cache import StoreUnavailable
 
     with bad_input():
-        workloads = workloads_of(shapes, _device(device), precision, coefficients)
+        workloads = workloads_of(shapes, device_here(device), precision, coefficients)
         store.trials(op="gram_ns", batch=1)  # a file that is no store must show before any work
     interrupted = False
     try:
@@ -159,13 +135,3 @@ def _shapes(model: str | None, shape: str | None, count: int | None) -> ModelSha
 
     with bad_input():
         return load_shapes(model) if model is not None else shape_spec(shape or "", count or 1)
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device cuda: PyTorch finds no CUDA GPU here; dmuon-tune doctor says more")
-    return name

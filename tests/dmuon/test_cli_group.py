@@ -17,13 +17,13 @@ from click.testing import CliRunner
 import dmuon
 from dmuon.cli import main
 
-COMMANDS = ["run", "compile", "shapes", "show", "export", "import", "prune", "doctor"]
+COMMANDS = ["run", "compile", "shapes", "profile", "show", "export", "import", "prune", "doctor"]
 
 
 def test_help_names_every_command_and_each_has_help():
     text = invoke("--help").stdout
     assert all(f"\n  {name} " in text for name in COMMANDS)
-    for name in ("compile", "shapes", "show", "export", "import", "prune", "doctor"):
+    for name in ("compile", "shapes", "profile", "show", "export", "import", "prune", "doctor"):
         assert f"dmuon-tune {name}" in invoke(name, "--help").stdout.split("Options:")[0].split("\n", 1)[1]
     assert invoke("--version").stdout == f"dmuon {dmuon.__version__}\n"
 
