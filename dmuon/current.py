@@ -39,6 +39,8 @@ def check_current(
                 "change both alike"
             )
     for group in groups:
+        if owned is not None and group["algorithm"] == "muon":
+            owned.check_options(group)
         swapped = [k for k, parameter in enumerate(group["params"]) if parameter not in routed]
         if group["algorithm"] == "muon" and swapped:
             found = group["params"][swapped[0]]

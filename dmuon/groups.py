@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dmuon.kernels.coefficients import NAMED, Triple, resolve_coefficients
 from dmuon.kernels.precision import PRECISIONS
+from dmuon.ownership.absent import is_owned
 from dmuon.policy import Matrix, MatrixPolicy
 from dmuon.shards import local
 from dmuon.slots import slots_of_named
@@ -169,10 +170,13 @@ def _matrices(
         if algorithm == "muon" and not routing.matrices:
             raise ValueError(f"algorithm 'muon' needs matrices, but {label} is none: {routing.reason}")
         matrices = routing.matrices
-    if matrices and type(tensor).__name__ == "DTensor":
+    if matrices and hasattr(tensor, "device_mesh"):
+        if is_owned(tensor):
+            return matrices
         raise ValueError(
             f"parameter {label} is a DTensor, but Muon needs whole matrices: call dmuon.own before it is sharded, with "
-            "all trainable that ever will be, or give it to AdamW by algorithm='adamw'"
+            "all trainable that ever will be (where it is tensor-parallel, after parallelize_module), and give the "
+            "optimizer the model; or give it to AdamW by algorithm='adamw'"
         )
     for matrix in matrices:
         matrix.view(tensor)

@@ -70,7 +70,7 @@ class MatrixStep:
             steps = [self._fused.step_of(update) if fused else None for update in mine]
             if None in steps:
                 # Momentum is the parameter's, not each matrix's.
-                gradient = self._advance_momentum(mine[0])
+                gradient = self.advance_momentum(mine[0])
                 mine, steps = [replace(update, gradient=gradient) for update in mine], [None] * len(mine)
             for step, update in zip(steps, mine, strict=True):
                 alike.setdefault(step, []).append(update)
@@ -100,16 +100,19 @@ class MatrixStep:
 
     def _move_batch(self, batch: list[Piece], measurements: Measurements | None) -> None:
         """Orthogonalise one batch of equal matrices and move each against its own result."""
-        matrix, directions = batch[0].update.matrix, self.orthogonalized(batch)
+        directions = self.orthogonalized(batch)
         if measurements is not None:
             measurements.add(batch, directions)
         if batch[0].update.group["normuon_beta2"] is not None:
             normalize_rows(directions, batch)
         for piece, direction in zip(batch, directions, strict=True):
-            factor = self._rules[piece.update.group["adjust_lr"]](matrix.rows, matrix.cols)
-            self._move(piece, direction, factor)
+            self.move(piece, direction, self.factor(piece.update))
 
-    def _advance_momentum(self, update: Update) -> Tensor:
+    def factor(self, update: Update) -> float:
+        """Of the learning rate, by the shape of the matrices."""
+        return self._rules[update.group["adjust_lr"]](update.matrix.rows, update.matrix.cols)
+
+    def advance_momentum(self, update: Update) -> Tensor:
         """Fold a parameter's gradient into its momentum; the gradient in the momentum's dtype."""
         momentum, weight = update.momentum, 1 - update.group["momentum"]
         gradient = update.gradient.to(momentum.dtype)
@@ -122,7 +125,7 @@ class MatrixStep:
             momentum.lerp_(gradient, weight)
         return gradient
 
-    def _move(self, piece: Piece, direction: Tensor, factor: float) -> None:
+    def move(self, piece: Piece, direction: Tensor, factor: float) -> None:
         """Decay ``piece`` of a parameter and move it along ``direction``, which is scratch."""
         parameter, group = piece.parameter(), piece.update.group
         if piece.update.rounded:

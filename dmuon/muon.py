@@ -207,6 +207,8 @@ class Muon(torch.optim.Optimizer):
             for group in groups:
                 if group["algorithm"] == "muon":
                     check_rule(group["adjust_lr"], self._rules)
+                    if self._owned is not None:
+                        self._owned.check_options(group)
                 chosen = set(group)
                 super().add_param_group(group)
                 # torch fills in every default; a group shows only what applies to it.
@@ -269,7 +271,7 @@ class Muon(torch.optim.Optimizer):
         measurements = self._matrix_step.hooks.begin()
         run = partial(self._matrix_step.run, measurements=measurements)
         if self._owned is not None:
-            self._owned.move(updates, run)
+            self._owned.move(updates, self._owned.joined(self._matrix_step) or run)
         else:
             with record_function("dmuon::update"):
                 for _ in run(updates):
@@ -301,7 +303,12 @@ class Muon(torch.optim.Optimizer):
         Args:
             hook: who reads a number from one of the update's tensors waits for the device.
             orthogonality: measure its error, too, at the price of one product for each matrix.
+
+        Raises:
+            ValueError: the model is tensor-parallel, so that no rank sees whole matrices with their gradients.
         """
+        if self._owned is not None:
+            self._owned.check_hooks()
         return self._matrix_step.hooks.register(hook, orthogonality)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

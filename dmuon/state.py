@@ -12,6 +12,7 @@ from torch import Tensor
 from dmuon.adamw import ready
 from dmuon.groups import OPTIONS
 from dmuon.matrix import Matrix
+from dmuon.ownership.absent import is_owned
 from dmuon.slots import clean
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def split_state(
                 continue
             if found and weight is not None:
                 kept[parameter] = {
-                    key: value.to(weight.device, _dtype_of(key, weight)) for key, value in found.items()
+                    key: _part(value, weight).to(weight.device, _dtype_of(key, weight))
+                    for key, value in found.items()
                 }
     return {**state_dict, "state": state}, kept
 
@@ -104,6 +106,15 @@ def check_dict(state_dict: object) -> None:
     """Raise a TypeError unless it is a dict."""
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+
+
+def _part(value: Tensor, weight: Tensor) -> Tensor:
+    """What of a loaded momentum belongs to an owner's ``weight``, which may be a tensor-parallel shard."""
+    if not hasattr(weight, "device_mesh"):
+        return value
+    from dmuon.ownership.sharded import shard_of
+
+    return shard_of(value, weight)
 
 
 def check_loadable(optimizer: Muon, state_dict: Mapping[str, Any], owned: Owned | None = None) -> None:
@@ -200,7 +211,8 @@ def _check_state(
             raise ValueError(
                 f"the saved {key} of parameter {label} has shape {tuple(value.shape)}, not {shapes[key]}"
             )
-        if type(parameter).__name__ == "DTensor" and type(value).__name__ != "DTensor":
+        sharded = type(parameter).__name__ == "DTensor" and not is_owned(parameter)
+        if sharded and type(value).__name__ != "DTensor":
             raise ValueError(
                 f"the saved {key} of parameter {label} is whole, but the parameter is sharded: load it with "
                 "set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))"

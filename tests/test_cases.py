@@ -36,6 +36,7 @@ CASES = {
     "R11": "replicas, two micro-batches, synchronisation on the second alone",
     "R12": "weights are published in the compute dtype",
     "R13": "a slow owner does not hold up the publication of layers that are ready",
+    "R14": "tensor-parallel matrices are orthogonalised whole, whatever their layout; what all ranks have stays equal",
     "A1": "one large batch or several accumulated ones, with and without synchronisation",
     "A2": "one gradient norm over owned and sharded parameters",
     "A3": "a checkpoint is resumed on other ranks, meshes and plans, and by a single process",

@@ -39,10 +39,18 @@ _MOVES: frozenset[Any] = frozenset(
 """Functions that return the tensor itself where nothing is to be done."""
 
 
-class _Absent(Tensor):
-    """A tensor whose values must not be read; ``_absence`` says why not, and what to do."""
+class Absent(Tensor):
+    """A tensor whose values must not be read.
+
+    Attributes:
+        _absence: why not, and what to do.
+        _present: the class of what is not absent.
+        _alias: that of what functions return which alias it.
+    """
 
     _absence: str
+    _present: type[Tensor]
+    _alias: type[Absent]
 
     @classmethod
     def __torch_function__(
@@ -67,7 +75,7 @@ class _Absent(Tensor):
                     f"for mixed precision. {_find(args, kwargs)._absence}"
                 )
         elif isinstance(result, Tensor) and (func in _ALIASES or (is_property and _is_view(func))):
-            _become(result, AbsentTensor, _find(args, kwargs)._absence)
+            _become(result, cls._alias, _find(args, kwargs)._absence)
         return result
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -86,12 +94,16 @@ class _Absent(Tensor):
         raise TypeError(f"an absent parameter cannot be pickled. {self._absence}")
 
 
-class AbsentTensor(_Absent):
+class AbsentTensor(Absent):
     """What ``data`` and ``detach`` give of an absent parameter."""
 
 
-class AbsentParameter(_Absent, nn.Parameter):
+class AbsentParameter(Absent, nn.Parameter):
     """A parameter for as long as it is absent. Its class is set and taken back, as torch does with lazy ones."""
+
+
+AbsentTensor._present, AbsentTensor._alias = Tensor, AbsentTensor
+AbsentParameter._present, AbsentParameter._alias = nn.Parameter, AbsentTensor
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -99,17 +111,31 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device |
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
-def hide(parameter: nn.Parameter, values: Tensor, why: str) -> None:
-    """Let ``parameter`` show the placeholder ``values`` and refuse to be read. ``why``: and what to do."""
-    parameter.data = values
-    _become(parameter, AbsentParameter, why)
+def hide(
+    parameter: nn.Parameter,
+    values: Tensor,
+    why: str,
+    shown: Tensor | None = None,
+    kind: type[Absent] = AbsentParameter,
+) -> None:
+    """Let ``parameter`` show the placeholder ``values`` and refuse to be read.
+
+    Args:
+        parameter: present.
+        values: see :func:`placeholder`.
+        why: it cannot be read, and what to do.
+        shown: the tensor that holds what it shows, where it is a DTensor; None for itself.
+        kind: its class meanwhile.
+    """
+    (parameter if shown is None else shown).data = values
+    _become(parameter, kind, why)
 
 
-def reveal(parameter: nn.Parameter, values: Tensor) -> None:
+def reveal(parameter: nn.Parameter, values: Tensor, shown: Tensor | None = None) -> None:
     """Make it an ordinary parameter again that shows ``values``."""
-    if type(parameter) is AbsentParameter:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    parameter.data = values
+    if isinstance(parameter, Absent):
+        parameter.__class__ = type(parameter)._present  # type: ignore[assignment]
+    (parameter if shown is None else shown).data = values
 
 
 def is_owned(parameter: Tensor) -> bool:
@@ -127,36 +153,37 @@ def is_master(parameter: Tensor) -> bool:
     return "_dmuon_master" in parameter.__dict__
 
 
-def same_place(parameter: Tensor, values: Tensor) -> bool:
-    """Whether ``parameter`` shows just ``values``; while it is absent, whether it would."""
+def same_place(parameter: Tensor, values: Tensor, shown: Tensor | None = None) -> bool:
+    """Whether ``parameter``, by the tensor ``shown``, shows just ``values``; while it is absent, whether it would."""
+    shown = parameter if shown is None else shown
     with torch._C.DisableTorchFunctionSubclass():
         alike = (
-            parameter.shape == values.shape
-            and parameter.dtype == values.dtype
-            and parameter.device == values.device
+            shown.shape == values.shape
+            and parameter.dtype == shown.dtype == values.dtype
+            and parameter.device == shown.device == values.device
         )
-        if type(parameter) is AbsentParameter:
-            return alike and not any(parameter.stride())
-        return alike and parameter.data_ptr() == values.data_ptr()
+        if isinstance(parameter, Absent):
+            return alike and not any(shown.stride())
+        return alike and shown.data_ptr() == values.data_ptr()
 
 
-def _become(tensor: Tensor, kind: type[_Absent], why: str) -> None:
+def _become(tensor: Tensor, kind: type[Absent], why: str) -> None:
     tensor.__class__ = kind
     tensor._absence = why  # type: ignore[attr-defined]
 
 
-def _empty_like(like: _Absent, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def _empty_like(like: Absent, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     empty = placeholder(like.shape, dtype or like.dtype, like.device if device is None else device)
     _become(empty, AbsentTensor, like._absence)
     return empty
 
 
-def _find(args: Sequence[Any], kwargs: dict[str, Any] | None) -> _Absent:
+def _find(args: Sequence[Any], kwargs: dict[str, Any] | None) -> Absent:
     """The absent tensor among the arguments, in lists of them too."""
     values = [*args, *(kwargs or {}).values()]
     while values:
         value = values.pop(0)
-        if isinstance(value, _Absent):
+        if isinstance(value, Absent):
             return value
         if isinstance(value, (list, tuple)):
             values += value

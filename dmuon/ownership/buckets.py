@@ -8,21 +8,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from dmuon.ownership.absent import AbsentParameter, hide, mark_master, placeholder, reveal, same_place
+from dmuon.ownership.absent import Absent, AbsentParameter, hide, mark_master, placeholder, reveal, same_place
+from dmuon.ownership.absent_dtensor import AbsentDTensor
+from dmuon.ownership.tensor_parallel import own_local, wrapped
+from dmuon.shards import local
 
 
 @dataclass(eq=False)
 class OwnedMatrix:
     """One owned parameter: where it lies in its bucket and what its owner keeps.
 
-    ``holder`` is the module that has it. ``master`` and ``total`` exist on the owner alone. ``unsent`` is this rank's
-    own gradient, ``total`` the mean over all ranks as far as it has arrived; ``arrived`` says that this rank has had
-    a gradient since the last step.
+    ``holder`` is the module that has it, ``shown`` the tensor that holds what it shows: itself, or what this rank has
+    of a DTensor. ``master`` and ``total`` exist on the owner alone. ``unsent`` is this rank's own gradient, ``total``
+    the mean over all ranks as far as it has arrived; ``arrived`` says that this rank has had a gradient since the last
+    step.
     """
 
     name: str
     parameter: nn.Parameter
+    shown: Tensor
     holder: nn.Module
     owner: int
     start: int
@@ -36,7 +42,7 @@ class OwnedMatrix:
     arrived: bool = False
 
     def __post_init__(self) -> None:
-        self._version = self.parameter._version
+        self._version = self.shown._version
 
     def check(self) -> None:
         """Raise if somebody has changed the parameter itself, which the owner would never learn.
@@ -51,14 +57,14 @@ class OwnedMatrix:
                 f"owned parameter {self.name!r} has been replaced by {kind} since dmuon.own: change the model before "
                 "dmuon.own, and give fully_shard ignored_params=owned.params"
             )
-        if not same_place(self.parameter, self.view):
-            now = f"{tuple(self.parameter.shape)} {self.parameter.dtype} on {self.parameter.device}"
+        if not same_place(self.parameter, self.view, self.shown):
+            now = f"{tuple(self.shown.shape)} {self.parameter.dtype} on {self.parameter.device}"
             then = f"{tuple(self.view.shape)} {self.view.dtype} on {self.view.device}"
             raise RuntimeError(
                 f"owned parameter {self.name!r} was given other data since dmuon.own: it was {then}, is {now}. "
                 "Convert, move and resize the model before dmuon.own; see its compute_dtype for other dtypes"
             )
-        if type(self.parameter) is not AbsentParameter and self.parameter._version != self._version:
+        if not isinstance(self.parameter, Absent) and self.shown._version != self._version:
             raise RuntimeError(
                 f"owned parameter {self.name!r} was written to, but holds a copy that the next publication replaces: "
                 f"write to owned.masters[{self.name!r}] on rank {self.owner}, then call owned.refresh() on all ranks"
@@ -69,6 +75,10 @@ class OwnedMatrix:
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             return
+        if isinstance(gradient, DTensor):
+            assert isinstance(self.parameter, DTensor)
+            # Perhaps still to be added up over its mesh.
+            gradient = gradient.redistribute(placements=self.parameter.placements).to_local()
         self.arrived = True
         if self.unsent is not None:
             wide = torch.promote_types(self.unsent.dtype, torch.float32)
@@ -106,29 +116,36 @@ class Bucket:
     ) -> None:
         self.name, self.module, self._poison = name, module, poison
         names = sorted(parameters, key=lambda n: order.index(owners[n]))
-        self.sizes = [sum(parameters[n].numel() for n in names if owners[n] == r) for r in order]
-        device = next(iter(parameters.values())).device
+        with torch.no_grad():
+            values = {n: local(parameters[n]) for n in names}
+        self.sizes = [sum(values[n].numel() for n in names if owners[n] == r) for r in order]
+        device = next(iter(values.values())).device
         self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
         self.matrices: list[OwnedMatrix] = []
         user = f"module {name!r}" if name else "the model"
         stop = 0
         for each in names:
             parameter = parameters[each]
-            start, stop = stop, stop + parameter.numel()
-            view = self.flat[start:stop].view(parameter.shape)
+            start, stop = stop, stop + values[each].numel()
+            view = self.flat[start:stop].view(values[each].shape)
             holder = module.get_submodule(each.rpartition(".")[0].removeprefix(name).removeprefix("."))
-            absent = placeholder(parameter.shape, dtype, device)
+            absent = placeholder(view.shape, dtype, device)
             why = (
                 f"the values of {each!r} are not here: they come while {user} runs. Call {user}, not its parts, or "
                 f"read owned.masters[{each!r}] on rank {owners[each]}; give fully_shard ignored_params=owned.params, "
                 "and initialise a model from the meta device by dmuon.materialize"
             )
-            matrix = OwnedMatrix(each, parameter, holder, owners[each], start, stop, view, absent, why)
-            if matrix.owner == rank:
-                master = parameter.detach().clone(memory_format=torch.contiguous_format)
-                matrix.master = nn.Parameter(master)
-                mark_master(matrix.master)
-            self.matrices.append(matrix)
+            master = None
+            if owners[each] == rank:
+                kept = values[each].detach().clone(memory_format=torch.contiguous_format)
+                master = nn.Parameter(wrapped(kept, parameter))
+                mark_master(master)
+            shown = own_local(parameter, dtype) if isinstance(parameter, DTensor) else parameter
+            self.matrices.append(
+                OwnedMatrix(
+                    each, parameter, shown, holder, owners[each], start, stop, view, absent, why, master
+                )
+            )
         self.free()
 
     @property
@@ -153,18 +170,19 @@ class Bucket:
             self.flat.fill_(math.nan)
         for matrix in self.mine:
             assert matrix.master is not None
-            matrix.view.copy_(matrix.master)
+            matrix.view.copy_(local(matrix.master))
 
     def show(self) -> None:
         """Let the parameters see the buffer."""
         for matrix in self.matrices:
-            reveal(matrix.parameter, matrix.view)
+            reveal(matrix.parameter, matrix.view, matrix.shown)
 
     def hide(self) -> None:
         """Let the parameters see nothing; the buffer stays as it is."""
         for matrix in self.matrices:
-            if type(matrix.parameter) is not AbsentParameter:
-                hide(matrix.parameter, matrix.absent, matrix.absence)
+            if not isinstance(matrix.parameter, Absent):
+                kind = AbsentDTensor if isinstance(matrix.parameter, DTensor) else AbsentParameter
+                hide(matrix.parameter, matrix.absent, matrix.absence, matrix.shown, kind)
 
     @torch.no_grad()
     def free(self) -> None:

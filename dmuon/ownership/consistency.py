@@ -13,6 +13,8 @@ from dmuon.ownership.buckets import Bucket
 from dmuon.ownership.control import Control
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.registry import require_ownership
+from dmuon.ownership.tensor_parallel import shard_dim
+from dmuon.shards import local
 
 
 def check_consistency(model: nn.Module) -> None:
@@ -47,23 +49,31 @@ def debugging() -> bool:
 
 def compare(buckets: Sequence[Bucket], publisher: Publisher, control: Control) -> None:
     """:func:`check_consistency` of ``buckets``."""
-    seen, held = {}, {}
+    seen: dict[str, tuple[int, str]] = {}
+    held: dict[str, str] = {}
     for index, bucket in enumerate(buckets):
         with publisher.published(index):
             for matrix in bucket.matrices:
-                seen[matrix.name] = _digest(matrix.view)
+                seen[matrix.name] = matrix.owner, _digest(matrix.view)
                 if matrix.master is not None:
-                    held[matrix.name] = _digest(matrix.master.detach().to(matrix.view.dtype))
+                    held[matrix.name] = _digest(local(matrix.master).detach().to(matrix.view.dtype))
     every = control.gather((seen, held))
     for bucket in buckets:
         for matrix in bucket.matrices:
-            right = every[matrix.owner][1][matrix.name]
-            wrong = [rank for rank, (other, _) in enumerate(every) if other[matrix.name] != right]
+            # Each tensor-parallel coordinate has an owner of its own.
+            right = {rank: has[matrix.name] for rank, (_, has) in enumerate(every) if matrix.name in has}
+            found = [other[matrix.name] for other, _ in every]
+            wrong = [rank for rank, (owner, digest) in enumerate(found) if digest != right[owner]]
+            if not wrong and shard_dim(matrix.parameter) is None and len(set(right.values())) > 1:
+                raise RuntimeError(
+                    f"bucket {bucket.name!r}: the owners of {matrix.name!r}, the ranks {list(right)}, hold different "
+                    "weights, although each has all of it: was one of them written to? They must begin with the same"
+                )
             if wrong:
                 raise RuntimeError(
                     f"bucket {bucket.name!r}: {matrix.name!r} on the ranks {wrong} is not what its owner, rank "
-                    f"{matrix.owner}, holds. If the master was written to, owned.refresh() is missing; else the copy "
-                    "was written to, or the exchange failed"
+                    f"{found[wrong[0]][0]}, holds. If the master was written to, owned.refresh() is missing; else the "
+                    "copy was written to, or the exchange failed"
                 )
 
 

@@ -62,7 +62,7 @@ class Exchange:
     ) -> None:
         self.group, self.level, self.costs = group, level, costs
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._statistics = statistics
+        self.statistics = statistics
 
     def publish(self, flat: Tensor, sizes: Sequence[int], way: str | None = None) -> Transfer:
         """Fill ``flat`` on every rank: part k, of ``sizes[k]`` elements, comes from rank k.
@@ -101,10 +101,29 @@ class Exchange:
         with record_function("dmuon::reduce"):
             return _REDUCTIONS[way](packed, sizes, self.rank, self.group)
 
+    def all_to_all(
+        self, kind: str, received: Tensor, from_each: Sequence[int], sent: Tensor, to_each: Sequence[int]
+    ) -> Transfer:
+        """Send ``to_each`` rank so many elements of ``sent``, and bring so many ``from_each`` to ``received``.
+
+        Args:
+            kind: its name in the statistics.
+            received: contiguous, of one dimension; as ``sent``.
+            from_each: by rank.
+            sent: what is here.
+            to_each: by rank.
+        """
+        if self.size == 1:
+            return Transfer((), (sent,))
+        nbytes = (sent.numel() - to_each[self.rank]) * sent.element_size()
+        self.statistics.exchanged(kind, "all_to_all", self.level, nbytes)
+        with record_function(f"dmuon::{kind}"):
+            return _pairs(received, from_each, sent, to_each, self.group)
+
     def _count(self, kind: str, way: str, flat: Tensor, sizes: Sequence[int]) -> None:
         padded = way in ("all_gather", "reduce_scatter")
         others = max(sizes) * (self.size - 1) if padded else sum(sizes) - sizes[self.rank]
-        self._statistics.exchanged(kind, way, self.level, others * flat.element_size())
+        self.statistics.exchanged(kind, way, self.level, others * flat.element_size())
 
 
 def _nbytes(flat: Tensor, sizes: Sequence[int]) -> list[int]:

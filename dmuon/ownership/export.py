@@ -55,11 +55,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _from_owner(matrix: OwnedMatrix, owned: Owned) -> Tensor | None:
-    """The master of ``matrix``, on its owner and on rank 0."""
+    """The whole master of ``matrix``, on its owner and on rank 0."""
+    master = matrix.master
+    if isinstance(master, DTensor):
+        master = master.full_tensor()
     if matrix.owner == 0:
-        return matrix.master
-    if matrix.master is not None:
-        owned.control.send_to_first(matrix.master.detach().cpu())
+        return master
+    if master is not None:
+        # Beside rank 0, the one that has its tensor-parallel coordinate.
+        if 0 in owned.routes.order:
+            owned.control.send_to_first(master.detach().cpu())
         return None
     if owned.routes.rank == 0:
         like = torch.empty(matrix.parameter.shape, dtype=owned.dtypes[matrix.name], device="cpu")

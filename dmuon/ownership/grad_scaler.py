@@ -93,7 +93,7 @@ class _View:
         """Inf on every rank if any gradient of any rank is not finite, else zero."""
         device = next(iter(self._owned.params)).device
         largest = get_total_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
-        bad = self._owned.routes.sum((~largest.isfinite()).to(device, torch.float32))
+        bad = self._owned.sum((~largest.isfinite()).to(device, torch.float32))
         return torch.where(bad > 0, math.inf, 0.0).to(torch.float32)
 
 

@@ -52,29 +52,27 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     owned.finish()
     reshard(model)
     masters = [master.grad for master in owned.masters.values() if master.grad is not None]
+    sharing = owned.tensor_parallel.size if owned.tensor_parallel else 1
     rest = [p.grad for p in model.parameters() if p not in owned.params and p.grad is not None]
     device = next(iter(owned.params)).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in masters:
-        total += _squares(gradient)
+        total += _squares(local(gradient)) / _copies(gradient, sharing)
     for gradient in rest:
-        total += _squares(local(gradient)) / _copies(gradient, owned.routes.size)
-    norm = owned.routes.sum(total).sqrt()
+        total += _squares(local(gradient)) / _copies(gradient, owned.routes.size * sharing)
+    norm = owned.sum(total).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in (*masters, *map(local, rest)):
+    for gradient in map(local, (*masters, *rest)):
         gradient.mul_(factor.to(gradient.dtype))
     return norm
 
 
 def _copies(gradient: Tensor, ranks: int) -> int:
-    """On how many ranks each element is."""
-    if not isinstance(gradient, DTensor):
-        return ranks
-    sizes = gradient.device_mesh.shape
-    copies = 1
-    for size, placement in zip(sizes, gradient.placements, strict=True):
-        copies *= size if placement.is_replicate() else 1
-    return copies
+    """On how many of ``ranks`` each element is: on all that no mesh divides it over."""
+    if isinstance(gradient, DTensor):
+        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+            ranks //= 1 if placement.is_replicate() else size
+    return ranks
 
 
 def _squares(tensor: Tensor) -> Tensor:

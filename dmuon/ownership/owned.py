@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dmuon.batching import Update
 from dmuon.matrix import Matrix
+from dmuon.matrix_step import MatrixStep
 from dmuon.names import plural
 from dmuon.ownership.absent import is_owned
 from dmuon.ownership.buckets import Bucket, blocks_of
@@ -28,8 +30,20 @@ from dmuon.ownership.registry import ATTRIBUTE, ownership_of
 from dmuon.ownership.routes import Routes
 from dmuon.ownership.runtime import Runtime
 from dmuon.ownership.state_dicts import StateDicts
+from dmuon.ownership.tensor_parallel import (
+    TensorParallel,
+    check_layout,
+    grids_of,
+    is_distributed,
+    make_tensor_parallel,
+    tensor_mesh_of,
+)
+from dmuon.ownership.tensor_step import TensorStep, check_group
 from dmuon.planner import Owners, Plan
 from dmuon.policy import MatrixPolicy, Routing, reasons_of
+
+Run = Callable[[Sequence[Update]], Iterable[Tensor]]
+"""Makes updates, and yields each weight as soon as all of it has moved."""
 
 
 def own(
@@ -58,11 +72,17 @@ def own(
     All ranks have to run the same blocks in the same order, forwards and backwards, as FSDP wants it, too.
     Parameters within a block may lack a gradient, on some ranks or on all.
 
+    Parameters may be DTensors over one tensor-parallel axis already, as ``parallelize_module`` leaves them, beside
+    ``mesh``. Then each of its ranks keeps its shard of an owned matrix and of the momentum, and the step brings the
+    shards together on one of them.
+
     Args:
-        model: on a device, not wrapped yet. What the owner holds counts; the other ranks' weights are dropped. Or on
-            the meta device: then :func:`~dmuon.ownership.materialize.materialize` or a checkpoint gives it values.
+        model: on a device, not wrapped by FSDP yet. What the owner holds counts; the other ranks' weights are dropped.
+            Or on the meta device: then :func:`~dmuon.ownership.materialize.materialize` or a checkpoint gives it
+            values.
         mesh: over all processes, of one dimension, or of two: (replicate, shard), as FSDP2's hybrid sharding has it.
-            Then gradients are added up inside a shard group before they cross, and weights cross once.
+            Then gradients are added up inside a shard group before they cross, and weights cross once. Beside a
+            tensor-parallel axis, without that: ``mesh["shard"]`` or ``mesh["replicate", "shard"]``.
         policy: which parameters are matrices; None for :class:`~dmuon.policy.MatrixPolicy`'s defaults.
         plan: who owns what, as a :class:`~dmuon.planner.Plan` or as name → rank; None for the plan of
             :func:`dmuon.planner.make_plan`, by what is known of this device's speed. A path names a file for that
@@ -79,19 +99,23 @@ def own(
             torch's default (minutes), whatever ``init_process_group`` was given.
 
     Raises:
-        ValueError: the mesh does not fit the process group, the policy finds no matrix or one that is no plain
-            ``nn.Parameter``, the plan is for other parameters, ``buckets`` holds a module of another model, the model
-            is owned or wrapped already, has gradients, or is not on the mesh's device, or ``DMUON_DEBUG`` is neither 0
-            nor 1. It is raised on the rank that finds it; the others raise a RuntimeError that quotes it.
+        ValueError: the mesh does not fit the process group or the tensor-parallel mesh, the policy finds no matrix or
+            one that is neither a plain ``nn.Parameter`` nor a DTensor of Shard or Replicate, the plan is for other
+            parameters, ``buckets`` holds a module of another model, the model is owned or wrapped already, has
+            gradients, is tensor-parallel and on the meta device, or is not on the mesh's device, or ``DMUON_DEBUG``
+            is neither 0 nor 1. It is raised on the rank that finds it; the others raise a RuntimeError that quotes it.
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
-    _check_mesh(mesh)
-    control = Control(mesh.mesh.flatten().tolist(), timeout)
+    distributed = is_distributed(model)
+    _check_mesh(mesh, alone=not distributed)
+    control = Control(range(dist.get_world_size()), timeout)
     policy = policy or MatrixPolicy()
     routings: list[Routing] = []
+    tensor_mesh: DeviceMesh | None = None
     facts: dict[str, Any] | Exception
     try:
         _check_model(model, mesh, buckets)
+        tensor_mesh = tensor_mesh_of(model, mesh) if distributed else None
         every = policy.route_model(model)
         routings = [routing for routing in every if routing.algorithm == "muon"]
         if not routings:
@@ -112,10 +136,15 @@ def own(
     except Exception as error:
         facts = error
     control.agree(facts)
+    grids = None if tensor_mesh is None else grids_of(control, mesh, tensor_mesh)
+    sharing = 1 if tensor_mesh is None else tensor_mesh.size()
     chosen = plan_together(
-        control, mesh.get_rank() == 0, lambda: plan_for(model, mesh, routings, blocks, plan)
+        control, dist.get_rank() == 0, lambda: plan_for(model, mesh, routings, blocks, plan, sharing)
     )
-    routes = make_routes(mesh, known_network(mesh, control), timeout=timeout)
+    routes = make_routes(mesh, known_network(mesh, control), timeout=timeout, grids=grids)
+    tensor_parallel = None
+    if tensor_mesh is not None and grids is not None:
+        tensor_parallel = make_tensor_parallel(tensor_mesh, grids, routes.statistics, timeout)
     dtypes = {routing.name: model.get_parameter(routing.name).dtype for routing in routings}
     if len(set(dtypes.values())) > 1 and compute_dtype is None:
         names = ", ".join(sorted(map(str, set(dtypes.values()))))
@@ -126,12 +155,13 @@ def own(
     unset = {name for name in blocks if model.get_parameter(name).is_meta}
     for name in unset:
         leave_meta(model.get_parameter(name), mesh.device_type)
+    ranks = mesh.mesh.flatten().tolist()
     made = [
         Bucket(
             block,
             model.get_submodule(block),
             {name: model.get_parameter(name) for name in blocks if blocks[name] == block},
-            {name: owner for name, (owner,) in chosen.owners.items()},
+            {name: ranks[owner] for name, (owner,) in chosen.owners.items()},
             routes.order,
             routes.rank,
             dtype,
@@ -147,6 +177,7 @@ def own(
         chosen,
         policy,
         routes,
+        tensor_parallel,
         control,
         reshard=reshard_after_forward,
         reduce_dtype=reduce_dtype or dtype,
@@ -162,7 +193,8 @@ class Owned:
     Attributes:
         params: the parameters that FSDP must ignore.
         parameters: name → the same, in the order of the model.
-        masters: name → weight, of what this rank owns. The optimizer updates these.
+        masters: name → weight, of what this rank owns; a DTensor where the parameter is one. The optimizer updates
+            these.
         masters_of: the same by the model's parameter.
         matrices: name → what Muon orthogonalises in it, of all owned parameters.
         dtypes: name → of the master, on all ranks.
@@ -170,6 +202,7 @@ class Owned:
         plan: who owns what.
         policy: which parameters are matrices.
         statistics: what has been moved and waited for.
+        tensor_parallel: the ranks that share what this rank owns; None if there are none.
     """
 
     def __init__(
@@ -180,6 +213,7 @@ class Owned:
         plan: Plan,
         policy: MatrixPolicy,
         routes: Routes,
+        tensor_parallel: TensorParallel | None,
         control: Control,
         reshard: bool,
         reduce_dtype: torch.dtype,
@@ -188,7 +222,7 @@ class Owned:
         debug: bool,
     ) -> None:
         self.matrices, self.plan, self.policy, self.routes = matrices, plan, policy, routes
-        self.statistics = routes.statistics
+        self.statistics, self.tensor_parallel = routes.statistics, tensor_parallel
         self.control, self.dtypes, self.unset = control, dtypes, unset
         every = [matrix for bucket in buckets for matrix in bucket.matrices]
         masters = {matrix.name: matrix.master for matrix in every if matrix.master is not None}
@@ -204,6 +238,8 @@ class Owned:
         self._reducer = Reducer(buckets, routes, control, reduce_dtype, presence)
         self._runtime = Runtime(model, buckets, self._publisher, self._reducer)
         self.state_dicts = StateDicts(model, self, every)
+        if tensor_parallel is not None:
+            tensor_parallel.equalize(self.masters.values())
         setattr(model, ATTRIBUTE, self)
         require_values(self, [model, *(bucket.module for bucket in buckets)])
         refuse_other_optimizers()
@@ -211,9 +247,14 @@ class Owned:
     def describe(self) -> str:
         """Who owns how much, as a table to print."""
         share = [cost / (sum(self.plan.loads) or 1.0) for cost in self.plan.loads]
+        each = (
+            ""
+            if self.tensor_parallel is None
+            else f" of {self.tensor_parallel.size} tensor-parallel ones each"
+        )
         lines = [
             f"{plural(len(self.matrices), 'owned parameter', 'owned parameters')} on "
-            f"{plural(self.plan.ranks, 'rank', 'ranks')}, plan {self.plan.hash}: "
+            f"{plural(self.plan.ranks, 'rank', 'ranks')}{each}, plan {self.plan.hash}: "
             f"the busiest has {1 + self.plan.gap:.2f} times the least possible"
         ]
         for rank in range(self.plan.ranks):
@@ -241,7 +282,23 @@ class Owned:
         with self.statistics.phase("refresh"):
             self._publisher.refresh()
 
-    def move(self, updates: Sequence[Update], run: Callable[[Sequence[Update]], Iterable[Tensor]]) -> None:
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a Muon group has options that its parameters cannot have."""
+        if self.tensor_parallel is not None:
+            check_group(group)
+
+    def check_hooks(self) -> None:
+        """Raise a ValueError if hooks cannot be told of updates."""
+        if self.tensor_parallel is not None:
+            raise ValueError(
+                "update hooks are not to be had with tensor parallelism: no rank has whole matrices"
+            )
+
+    def joined(self, step: MatrixStep) -> Run | None:
+        """``step`` on all tensor-parallel ranks together; None if there are none."""
+        return None if self.tensor_parallel is None else TensorStep(self.tensor_parallel, step).run
+
+    def move(self, updates: Sequence[Update], run: Run) -> None:
         """Let ``run`` make ``updates`` of masters, and publish each bucket as soon as it can. Collective.
 
         Args:
@@ -257,6 +314,11 @@ class Owned:
         if self._debug:
             self.check_consistency()
 
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of ``value`` over all ranks, in place. Collective."""
+        value = self.routes.sum(value)
+        return value if self.tensor_parallel is None else self.tensor_parallel.sum(value)
+
     def check_consistency(self) -> None:
         """Raise on all ranks if any sees other weights than the owners hold; see :func:`dmuon.check_consistency`."""
         compare(self._buckets, self._publisher, self.control)
@@ -269,16 +331,16 @@ class Owned:
         raise TypeError("an owned model cannot be copied: copy it before dmuon.own")
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def _check_mesh(mesh: DeviceMesh, alone: bool) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (init_device_mesh makes one), got {type(mesh).__name__}")
     if mesh.ndim > 2:
         raise ValueError(f"mesh must have one dimension or two (replicate, shard), got {mesh.ndim}")
     ranks = mesh.mesh.flatten().tolist()
-    if ranks != list(range(dist.get_world_size())):
+    if alone and ranks != list(range(dist.get_world_size())):
         raise ValueError(
             f"mesh must hold the ranks 0 to {dist.get_world_size() - 1} of the process group in ascending order, "
-            f"got {ranks}"
+            f"got {ranks}; beside a tensor-parallel axis, parallelize_module comes before dmuon.own"
         )
 
 
@@ -292,11 +354,14 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module
     if ownership_of(model) is not None:
         raise ValueError("the model is owned already: call dmuon.own once")
     for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor":
-            raise ValueError(f"parameter {name!r} is sharded already: call dmuon.own before fully_shard")
         if is_owned(parameter):
             raise ValueError(
                 f"parameter {name!r} is owned already: call dmuon.own once, with the whole model"
+            )
+        if is_distributed(model) and parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: give a tensor-parallel model its values before dmuon.own "
+                "(model.to_empty, then its initialisation)"
             )
         if parameter.device.type not in (mesh.device_type, "meta"):
             raise ValueError(
@@ -308,11 +373,13 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module
 
 def _check_plain(model: nn.Module, routings: Sequence[Routing]) -> None:
     for routing in routings:
-        kind = type(model.get_parameter(routing.name))
-        if kind is not nn.Parameter:
+        parameter = model.get_parameter(routing.name)
+        if isinstance(parameter, DTensor):
+            check_layout(routing.name, parameter)
+        elif type(parameter) is not nn.Parameter:
             raise ValueError(
-                f"parameter {routing.name!r} is a {kind.__name__}, but only a plain nn.Parameter can be owned: convert "
-                "it, or exclude it by the policy"
+                f"parameter {routing.name!r} is a {type(parameter).__name__}, but only a plain nn.Parameter can be "
+                "owned, or a DTensor: convert it, or exclude it by the policy"
             )
 
 
@@ -320,4 +387,6 @@ def _fact(model: nn.Module, routing: Routing) -> str:
     parameter = model.get_parameter(routing.name)
     matrices = " + ".join(f"{m.batch} x {m.rows} x {m.cols}" for m in routing.matrices)
     where = " on the meta device" if parameter.is_meta else ""
+    if isinstance(parameter, DTensor):
+        where += f" placed as {parameter.placements} on {parameter.device_mesh.mesh_dim_names or 'a mesh'}"
     return f"{routing.name} {routing.shape} {parameter.dtype} as {matrices}{where}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.autotune import Cost
 from dmuon.kernels.precision import precision_name, resolve_precision
 from dmuon.ownership.control import Control
 from dmuon.planner import (
@@ -21,6 +23,7 @@ from dmuon.planner import (
     plan_in_file,
     plan_of_owners,
 )
+from dmuon.planner.instance import Costs
 from dmuon.policy import Routing
 from dmuon.tuning_cache import Store
 
@@ -54,12 +57,14 @@ def plan_for(
     routings: Sequence[Routing],
     buckets: Mapping[str, str],
     given: Plan | Owners | PathLike | None,
+    sharing: int = 1,
 ) -> Plan:
     """The plan for the matrices of ``model``, by what the user's store knows of this process's device.
 
     Args:
         buckets: parameter → what it travels with.
         given: the caller's plan or owners, or the file of one, if there is any.
+        sharing: how many ranks, at each place of ``mesh``, divide the work among each other.
     """
     if isinstance(given, Plan):
         return given
@@ -69,7 +74,9 @@ def plan_for(
     items = sorted(items_of(routings, buckets, sizes), key=lambda item: places[item.bucket])
     like = torch.empty(0, dtype=model.get_parameter(routings[0].name).dtype, device=mesh.device_type)
     store = Store()
-    costs = StepCosts(store, like.device, precision_name(resolve_precision("auto", like)))
+    costs: Costs = StepCosts(store, like.device, precision_name(resolve_precision("auto", like)))
+    if sharing > 1:
+        costs = _Shared(costs, sharing)
 
     def make() -> Plan:
         return make_plan(items, mesh.size(), costs, ranks_per_node=_ranks_per_node(mesh), store=store)
@@ -79,6 +86,18 @@ def plan_for(
     if isinstance(given, (str, os.PathLike)):
         return plan_in_file(given, items, mesh.size(), make)
     return plan_of_owners(given, items, mesh.size(), costs)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Costs of steps that several ranks divide among each other."""
+
+    costs: Costs
+    ranks: int
+
+    def cost(self, rows: int, cols: int, batch: int) -> Cost:
+        whole = self.costs.cost(rows, cols, batch)
+        return replace(whole, ms=whole.ms / self.ranks)
 
 
 def given_fact(plan: Plan | Owners | PathLike | None, names: Sequence[str], ranks: int) -> list[object]:

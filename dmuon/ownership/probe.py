@@ -23,7 +23,7 @@ from dmuon.kernels.choose import device_key
 from dmuon.ownership.control import Control
 from dmuon.ownership.exchange import Exchange, Transfer
 from dmuon.ownership.link_costs import GroupCosts, LinkCosts, publication_loads, reduction_loads
-from dmuon.ownership.routes import LANES, FlatRoutes, Routes
+from dmuon.ownership.routes import LANES, FlatRoutes, Grid, Routes
 from dmuon.ownership.two_level import TwoLevelRoutes
 from dmuon.tuning_cache.files import replace_file
 from dmuon.tuning_cache.paths import default_path
@@ -37,10 +37,11 @@ def make_routes(
     costs: Mapping[str, GroupCosts] | None = None,
     lanes: int = LANES,
     timeout: timedelta | None = None,
+    grids: Sequence[Grid] | None = None,
 ) -> Routes:
     """The routes of a mesh of one dimension, or of two. Collective."""
     kind = FlatRoutes if mesh.ndim == 1 else TwoLevelRoutes
-    return kind(mesh, costs, lanes, timeout)
+    return kind(mesh, costs, lanes, timeout, grids)
 
 
 def measure_network(mesh: DeviceMesh) -> dict[str, GroupCosts]:
@@ -55,7 +56,15 @@ def measure_network(mesh: DeviceMesh) -> dict[str, GroupCosts]:
 
     Returns:
         Level ("flat", or "intra" and "inter") → what each way takes, equal on all ranks. A level of one rank has none.
+
+    Raises:
+        ValueError: the mesh does not hold all ranks.
     """
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh must hold all {dist.get_world_size()} ranks, got {mesh.size()}: beside a tensor-parallel axis, "
+            "exchanges go by assumptions"
+        )
     control = Control(mesh.mesh.flatten().tolist())
     routes = make_routes(mesh, lanes=1)
     costs = {

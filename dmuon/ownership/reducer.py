@@ -18,6 +18,7 @@ from dmuon.ownership.buckets import Bucket, OwnedMatrix
 from dmuon.ownership.control import Control
 from dmuon.ownership.presence import Presence
 from dmuon.ownership.routes import Pending, Routes
+from dmuon.ownership.tensor_parallel import wrapped
 
 
 class Reducer:
@@ -103,7 +104,7 @@ class Reducer:
         added = False
         for matrix, anywhere in zip(matrices, arrived, strict=True):
             if matrix.master is not None and matrix.total is not None and anywhere:
-                total = matrix.total.to(matrix.master.dtype)
+                total = wrapped(matrix.total.to(matrix.master.dtype), matrix.master)
                 added = added or matrix.master.grad is not None
                 matrix.master.grad = total if matrix.master.grad is None else matrix.master.grad + total
             matrix.total, matrix.arrived = None, False

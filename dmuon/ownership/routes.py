@@ -22,6 +22,10 @@ Each is a communicator, and on a GPU a waiting transfer occupies multiprocessors
 """
 
 
+Grid = list[list[int]]
+"""The ranks of a mesh, as (replicate, shard); one row where it has one dimension."""
+
+
 class Pending(Protocol):
     """A transfer by whatever route."""
 
@@ -35,9 +39,9 @@ class Routes(Protocol):
     """What buckets travel by.
 
     Attributes:
-        rank: this one's.
-        size: how many ranks there are.
-        order: the ranks in the order of their parts in a buffer.
+        rank: this one's, of all processes.
+        size: how many ranks take part.
+        order: these ranks in the order of their parts in a buffer.
         statistics: what has been moved.
         levels: name → where publications, of the first lane, and where reductions are exchanged.
         lanes: how many publications can be under way without any order between them.
@@ -68,6 +72,7 @@ class FlatRoutes:
         costs: level ("flat") → what exchanges take, equal on all ranks; what is missing is assumed.
         lanes: how many groups publications have.
         timeout: of the groups' collectives; None for torch's default.
+        grids: the ranks of this mesh and of those beside it that all processes are in; None for this one alone.
     """
 
     def __init__(
@@ -76,11 +81,13 @@ class FlatRoutes:
         costs: Mapping[str, GroupCosts] | None = None,
         lanes: int = LANES,
         timeout: timedelta | None = None,
+        grids: Sequence[Grid] | None = None,
     ) -> None:
-        ranks = mesh.mesh.flatten().tolist()
+        self.order = mesh.mesh.tolist()
         self.statistics = Statistics()
+        rows = [row for grid in grids or [[self.order]] for row in grid]
         self._reducing, *self._publishing = exchanges(
-            [[ranks]] * (1 + lanes),
+            [rows] * (1 + lanes),
             ["flat"] * (1 + lanes),
             mesh.device_type,
             costs or {},
@@ -88,8 +95,7 @@ class FlatRoutes:
             timeout,
         )
         self.levels, self.lanes = {"flat": (self._publishing[0], self._reducing)}, lanes
-        self.rank, self.size = self._reducing.rank, self._reducing.size
-        self.order = list(range(self.size))
+        self.rank, self.size = dist.get_rank(), self._reducing.size
 
     def publish(self, flat: Tensor, sizes: Sequence[int], lane: int = 0) -> Pending:
         """Fill ``flat`` on every rank: consecutive parts of ``sizes``, from the ranks of ``order``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dmuon.matrix import Matrix
 from dmuon.ownership.owned import Owned
@@ -24,7 +25,7 @@ def groups_of_owned(
     """
     reshard(model)
     rest = [(n, p) for n, p in model.named_parameters() if p not in owned.params and p.requires_grad]
-    if rest and owned.plan.ranks > 1 and not any(type(p).__name__ == "DTensor" for _, p in rest):
+    if rest and owned.plan.ranks > 1 and not any(_sharded(p, owned) for _, p in rest):
         raise ValueError(
             f"nobody reduces the gradients of the parameters that are not owned, such as {rest[0][0]!r}: "
             "call fully_shard(module, mesh=mesh, ignored_params=owned.params) on the blocks and the model first"
@@ -34,3 +35,9 @@ def groups_of_owned(
     if rest:
         groups.append({"params": rest, "algorithm": "adamw"})
     return groups, {parameter: owned.matrices[name] for name, parameter in owned.parameters.items()}
+
+
+def _sharded(parameter: Tensor, owned: Owned) -> bool:
+    """Whether FSDP has it, and not a tensor-parallel mesh alone."""
+    group = owned.tensor_parallel
+    return isinstance(parameter, DTensor) and (group is None or parameter.device_mesh != group.mesh)

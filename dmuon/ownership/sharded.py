@@ -14,7 +14,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def shard_of(whole: Tensor, like: DTensor) -> DTensor:
-    """``whole``, which every rank has, distributed as ``like``. Nothing is sent."""
-    whole = whole.detach().to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def shard_of(value: Tensor, like: Tensor) -> DTensor:
+    """``value``, which every rank has whole or is distributed as ``like`` already, distributed as ``like``.
+
+    Nothing is sent.
+    """
+    assert isinstance(like, DTensor)
+    value = value.detach().to(like.device)
+    if isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

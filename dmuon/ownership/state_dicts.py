@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.ownership.buckets import OwnedMatrix
 from dmuon.ownership.sharded import reshard, shard_of
+from dmuon.shards import local
 
 if TYPE_CHECKING:
     from dmuon.ownership.owned import Owned
@@ -116,7 +117,8 @@ class StateDicts:
 
 def _write(matrix: OwnedMatrix, key: str, value: Any) -> list[str]:
     """Copy ``value`` to the master if that is here. Returns what is wrong with it, whether it is here or not."""
-    if not _is_whole(value):
+    master = matrix.master
+    if not _is_whole(value) and not _alike(value, master):
         return [
             f"{key} is owned by one rank and loads from a whole plain tensor, not from a {type(value).__name__}."
         ]
@@ -124,9 +126,21 @@ def _write(matrix: OwnedMatrix, key: str, value: Any) -> list[str]:
         return [
             f"size mismatch for {key}: {tuple(value.shape)}, but the model has {tuple(matrix.parameter.shape)}."
         ]
-    if matrix.master is not None:
-        matrix.master.copy_(value)
+    if isinstance(master, DTensor):
+        local(master).copy_(local(shard_of(value, master)))
+    elif master is not None:
+        master.copy_(value)
     return []
+
+
+def _alike(value: object, master: Tensor | None) -> bool:
+    """Whether both are parts of DTensors that are divided alike over the same ranks."""
+    return (
+        isinstance(value, DTensor)
+        and isinstance(master, DTensor)
+        and value.device_mesh == master.device_mesh
+        and value.placements == master.placements
+    )
 
 
 def _is_whole(value: object) -> TypeGuard[Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.ownership.exchange import Transfer
 from dmuon.ownership.link_costs import GroupCosts
-from dmuon.ownership.routes import LANES, Pending, exchanges
+from dmuon.ownership.routes import LANES, Grid, Pending, exchanges
 from dmuon.ownership.statistics import Statistics
 
 
@@ -37,6 +37,7 @@ class TwoLevelRoutes:
         costs: level ("intra", "inter") → what exchanges take, equal on all ranks; what is missing is assumed.
         lanes: how many pairs of groups publications have.
         timeout: of the groups' collectives; None for torch's default.
+        grids: the ranks of this mesh and of those beside it that all processes are in; None for this one alone.
     """
 
     def __init__(
@@ -45,17 +46,19 @@ class TwoLevelRoutes:
         costs: Mapping[str, GroupCosts] | None = None,
         lanes: int = LANES,
         timeout: timedelta | None = None,
+        grids: Sequence[Grid] | None = None,
     ) -> None:
         self._nodes, self._locals = mesh.shape
         self.rank, self.size = dist.get_rank(), mesh.size()
-        self._node, self._local = divmod(self.rank, self._locals)
+        mine: Grid = mesh.mesh.tolist()
         # The buffer is ordered by the rank in the node, then by node: both legs then send contiguous parts.
-        self.order = [i * self._locals + j for j in range(self._locals) for i in range(self._nodes)]
-        grid = mesh.mesh.tolist()
-        columns = [list(column) for column in zip(*grid, strict=True)]
+        self.order = [rank for column in zip(*mine, strict=True) for rank in column]
+        self._local = self.order.index(self.rank) // self._nodes
+        rows = [row for grid in grids or [mine] for row in grid]
+        columns = [list(column) for grid in grids or [mine] for column in zip(*grid, strict=True)]
         self.statistics = Statistics()
         made = exchanges(
-            [grid, columns] * (1 + lanes),
+            [rows, columns] * (1 + lanes),
             ["intra", "inter"] * (1 + lanes),
             mesh.device_type,
             costs or {},
