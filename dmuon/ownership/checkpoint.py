@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -258,7 +257,7 @@ def _open(path: Path) -> tuple[Path, Metadata, tuple[int, ...] | None] | None:
     if folder is None:
         return None
     opened = checkpoint_folder.identity(folder)
-    return folder, FileSystemReader(folder).read_metadata(), opened
+    return folder, checkpoint_files.read_index(folder), opened
 
 
 def _check_kept(folder: Path, opened: tuple[int, ...] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata as metadata_types
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -45,12 +47,60 @@ def read(folder: Path, state: dict[str, Any], strict: bool) -> None:
     """
     planner = _PlainPlanner(allow_partial_load=not strict)
     with _plain_errors("load_checkpoint"):
-        load(state, storage_reader=FileSystemReader(folder), planner=planner)
+        load(state, storage_reader=_Reader(folder), planner=planner)
+
+
+def read_index(folder: Path) -> Metadata:
+    """What there is in ``folder``.
+
+    Raises:
+        OSError: it cannot be read.
+        RuntimeError: it is damaged, or holds more than an index does.
+    """
+    return _Reader(folder).read_metadata()
 
 
 def save_id(metadata: Metadata) -> str | None:
     """What tells one :func:`write` from another."""
     return _save_id(metadata.storage_meta)
+
+
+class _Reader(FileSystemReader):
+    """Unpickles an index, but nothing else."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata: Metadata = _IndexUnpickler(file).load()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        except OSError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{path} is damaged, or not the index of a checkpoint: {error}") from error
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows what an index is made of: torch's descriptions of it, dtypes, sizes and paths."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        described = module == metadata_types.__name__ and isinstance(
+            getattr(metadata_types, name, None), type
+        )
+        a_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        a_path = module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath")
+        if described or a_dtype or a_path or f"{module}.{name}" in _INDEX_PARTS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of one")
+
+
+_INDEX_PARTS = (
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+)
 
 
 class _Writer(FileSystemWriter):

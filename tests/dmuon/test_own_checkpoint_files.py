@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
@@ -159,6 +160,28 @@ def test_pickled_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     dcp.save(state, checkpoint_id=tmp_path / "run")
     fresh = trained(0, seed=7)
     with pytest.raises(RuntimeError, match=r"load_checkpoint failed on rank 0: .*Weights only load failed"):
+        dmuon.load_checkpoint(tmp_path / "run", *fresh)
+    assert not (tmp_path / "trap").exists() and same(fresh[0], build(seed=7))
+
+
+@pytest.mark.parametrize("damage", ["trap", "eval", "empty", "garbage", "cut"])
+def test_an_index_that_is_none_is_refused(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dmuon.save_checkpoint(tmp_path / "run", *trained(0))
+    index = tmp_path / "run" / ".metadata"
+    whole = index.read_bytes()
+    content = {
+        "trap": pickle.dumps(Trap()),
+        "eval": b'cbuiltins\neval\n(S\'open("trap", "w")\'\ntR.',
+        "empty": b"",
+        "garbage": bytes(range(256)),
+        "cut": whole[: len(whole) // 2],
+    }
+    index.write_bytes(content[damage])
+    fresh = trained(0, seed=7)
+    with pytest.raises(RuntimeError, match=r"run/\.metadata is damaged, or not the index of a checkpoint"):
         dmuon.load_checkpoint(tmp_path / "run", *fresh)
     assert not (tmp_path / "trap").exists() and same(fresh[0], build(seed=7))
 
