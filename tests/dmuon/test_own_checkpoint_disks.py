@@ -126,6 +126,7 @@ def save_again_and_again(path: Path, first: int, last: int, results: Any) -> Non
         results.put(outcome(lambda: dmuon.save_checkpoint(path, filled(k), extra={"value": float(k)})))  # noqa: B023
 
 
+@pytest.mark.case(row="A7")
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Each kill comes at another moment of another save; what is loaded is whole and never older than it was."""
     path, before, moments = tmp_path / "run", 0.0, random.Random(0)

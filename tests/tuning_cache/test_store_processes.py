@@ -126,6 +126,25 @@ def test_eight_writers_one_killed(tmp_path, seconds):
     assert Store(path).health().integrity == "ok"
 
 
+def test_killed_at_any_moment(tmp_path):
+    """Each kill comes at another moment of another write; what was reported is there, and each batch is whole."""
+    path, moments = tmp_path / "tuning.db", random.Random(0)
+    for number in range(6):
+        writer = spawn("write", path, tmp_path / f"log{number}", number, 60)
+        try:
+            wait_for(tmp_path / f"log{number}")
+            time.sleep(moments.uniform(0, 0.03))
+        finally:
+            writer.kill()
+        assert writer.wait() == -signal.SIGKILL
+        trials = Store(path).trials()
+        found = Counter((trial.batch - 1, trial.m) for trial in trials)
+        assert all(found[trial.batch - 1, trial.m] == trial.config["size"] for trial in trials)
+        reported = [map(int, line.split()) for line in (tmp_path / f"log{number}").read_text().splitlines()]
+        assert all(found[who, counter] == size for who, counter, size in reported)
+        assert Store(path).health().integrity == "ok"
+
+
 def test_the_claim_of_a_killed_process_expires(tmp_path):
     path = tmp_path / "tuning.db"
     holder = spawn("hold", path, tmp_path / "held", 3)
