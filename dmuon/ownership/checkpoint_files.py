@@ -23,6 +23,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+_INDEX_PARTS = (
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+)
+
 
 def write(folder: Path, state: dict[str, Any]) -> str | None:
     """Save ``state`` to ``folder``. Collective. Returns, on the first rank, what :func:`save_id` finds there.
@@ -94,13 +100,6 @@ class _IndexUnpickler(pickle.Unpickler):
         if described or a_dtype or a_path or f"{module}.{name}" in _INDEX_PARTS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of one")
-
-
-_INDEX_PARTS = (
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-)
 
 
 class _Writer(FileSystemWriter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,21 @@ def test_a_model_in_both_halves_equals_torch_on_its_half() -> None:
         optimizer.step()
         reference.step()
     assert all(torch.equal(p, twins[name]) for name, p in model.named_parameters() if name in twins)
+
+
+def test_parameters_without_elements_do_no_harm(tmp_path: Path) -> None:
+    model = nn.Module()
+    shapes = {"weight": (6, 4), "rows": (0, 4), "vector": (0,), "experts": (0, 4, 4)}
+    for name, shape in shapes.items():
+        model.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    optimizer = dmuon.Muon(model)
+    for _ in range(2):
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dmuon.save_checkpoint(tmp_path / "run", model, optimizer)
+    saved = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    dmuon.load_checkpoint(tmp_path / "run", model, optimizer)
+    assert torch.equal(model.weight, saved)
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == shapes
