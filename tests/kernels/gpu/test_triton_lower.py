@@ -46,7 +46,10 @@ def test_lower_halves_determine_the_lower_half(arch: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "kinds"),
-    [("sm_80", ("zero fill", "copy wait")), ("sm_90a", ("copy wait", "wgmma wait"))],
+    [
+        pytest.param("sm_80", ("zero fill", "copy wait"), marks=pytest.mark.slow),
+        ("sm_90a", ("copy wait", "wgmma wait")),
+    ],
 )
 def test_faults_are_noticed(arch: str, kinds: tuple[str, ...]) -> None:
     config, m = MIDDLE | {"lower": "both"}, 200

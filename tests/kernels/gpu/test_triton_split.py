@@ -126,7 +126,7 @@ def check(
         assert torch.equal(beyond(out), around)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
 def test_every_run_has_the_same_bits(arch: str) -> None:
     X, out = matrices(1, 136, 264, "fp16"), matrices(1, 136, 136, "fp32")
     X.copy_(torch.randn(X.shape, generator=torch.Generator().manual_seed(0)))
@@ -163,7 +163,10 @@ def test_the_lower_half_alone() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "kinds"),
-    [("sm_80", ("zero fill",)), ("sm_90a", ("copy wait", "wgmma wait", "proxy fence"))],
+    [
+        pytest.param("sm_80", ("zero fill",), marks=pytest.mark.slow),
+        ("sm_90a", ("copy wait", "wgmma wait", "proxy fence")),
+    ],
 )
 def test_faults_are_noticed(arch: str, kinds: tuple[str, ...]) -> None:
     X, out = fill(matrices(1, 72, 328, "bf16"), 1), matrices(1, 72, 72, "bf16")
