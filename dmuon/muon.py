@@ -252,12 +252,12 @@ class Muon(torch.optim.Optimizer):
         model = None if self._model is None else self._model()
         check_current(model, self.param_groups, self._owned, self._matrices)
         if self._owned is not None:
-            from dmuon.ownership.sharded import reshard
+            from dmuon.ownership.sharded import settle
 
             self._owned.finish()
             if model is not None:
                 # What an evaluation since the backward has gathered would outlive the step.
-                reshard(model)
+                settle(model, self._owned.tensor_parallel is not None)
         check_gradients(self.param_groups)
         if any(group.get("stochastic_rounding") for group in self.param_groups):
             self._matrix_step.rounding.reseed()

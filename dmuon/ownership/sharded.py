@@ -14,6 +14,18 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def settle(model: nn.Module, tensor_parallel: bool) -> None:
+    """:func:`reshard`, and gradients placed as their parameters are. Collective where there is tensor parallelism.
+
+    What FSDP does not have keeps the gradient that autograd left, which may still have to be added up over the ranks.
+    """
+    reshard(model)
+    for parameter in model.parameters() if tensor_parallel else ():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def shard_of(value: Tensor, like: Tensor) -> DTensor:
     """``value``, which every rank has whole or is distributed as ``like`` already, distributed as ``like``.
 

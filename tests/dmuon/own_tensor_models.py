@@ -123,10 +123,12 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["shard"] if mesh.ndim == 2 else mesh["replicate", "shard"]
 
 
-def wrap(model: GPT, mesh: DeviceMesh, **options: Any) -> Any:
-    """Divide, own and shard ``model``; returns the ownership."""
+def wrap(model: GPT, mesh: DeviceMesh, sharded: bool = True, **options: Any) -> Any:
+    """Divide, own and, if it is to be ``sharded``, shard ``model``; returns the ownership."""
     parallelize(model, mesh["tp"])
     owned = dmuon.own(model, data_mesh(mesh), **options)
+    if not sharded:
+        return owned
     reshard = options.get("reshard_after_forward", True)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=data_mesh(mesh), reshard_after_forward=reshard, ignored_params=owned.params)
@@ -141,6 +143,8 @@ class Training:
     micro_batches: int = 1
     sync_all: bool = True
     clip: float | None = None
+    # Without it there must be one rank for all data.
+    sharded: bool = True
     own: dict[str, Any] = field(default_factory=dict)
     muon: dict[str, Any] = field(default_factory=dict)
 
@@ -150,7 +154,7 @@ def train_both(training: Training) -> dict[str, float]:
     model = build()
     reference = copy.deepcopy(model)
     mesh = mesh_of(training.tensor, training.replicas)
-    owned = wrap(model, mesh, **training.own)
+    owned = wrap(model, mesh, training.sharded, **training.own)
     place, places = data_mesh(mesh).mesh.flatten().tolist().index(dist.get_rank()), data_mesh(mesh).size()
     how = {**HOW, **training.muon}
     optimizer = dmuon.Muon(model, **how)
