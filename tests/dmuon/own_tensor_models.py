@@ -94,19 +94,14 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
             plan |= {"out": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
         block.experts = nn.Parameter(distribute_tensor(block.experts.detach(), mesh, [Shard(0)]))
-        distribute_module(
-            block.gate,
-            mesh,
-            input_fn=lambda _, args, mesh: _replicated(args[0], mesh),
-            output_fn=lambda _, output, __: output.to_local(),
-        )
         # Each rank has the gradient of its own tokens only.
-        distribute_module(
-            block.norm,
-            mesh,
-            input_fn=lambda _, args, mesh: _replicated(args[0], mesh).redistribute(mesh, [Shard(1)]),
-            output_fn=lambda _, output, __: output.full_tensor(),
-        )
+        for module in (block.norm, block.gate):
+            distribute_module(
+                module,
+                mesh,
+                input_fn=lambda _, args, mesh: _replicated(args[0], mesh).redistribute(mesh, [Shard(1)]),
+                output_fn=lambda _, output, __: output.full_tensor(),
+            )
     parallelize_module(model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
 
 

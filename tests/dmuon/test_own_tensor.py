@@ -96,9 +96,18 @@ def replicas_and_bytes() -> dict[str, Any]:
     owned.statistics.reset()
     optimizer.step()
     exchanges = owned.statistics.as_dict()["exchanges"]
+    everywhere = {
+        "all": owned.masters["all.weight"].to_local().detach().clone().numpy(),
+        "plain": owned.masters["plain.weight"].detach().clone().numpy(),
+    }
+    dmuon.check_consistency(model)
+    if rank == 1:
+        with torch.no_grad():
+            owned.masters["plain.weight"].add_(1)
+    owned.refresh()
     return {
-        "all": owned.masters["all.weight"].to_local().detach().numpy(),
-        "plain": owned.masters["plain.weight"].detach().numpy(),
+        **everywhere,
+        "apart": outcome(lambda: dmuon.check_consistency(model)),
         "bytes": {e["kind"]: e["bytes"] for e in exchanges if e["level"] == "tensor"},
     }
 
@@ -106,6 +115,8 @@ def replicas_and_bytes() -> dict[str, Any]:
 def test_what_every_rank_has_stays_equal_and_little_travels() -> None:
     first, second = run_ranks(2, replicas_and_bytes)
     assert (first["all"] == second["all"]).all() and (first["plain"] == second["plain"]).all()
+    for found in (first, second):
+        assert "the owners of 'plain.weight', the ranks [0, 1], hold different weights" in found["apart"]
     # Two sharded matrices and two whole ones, of 64 elements: half of a sharded one travels to and fro,
     # and of a whole one all of the result.
     gathered, scattered = (first["bytes"][kind] + second["bytes"][kind] for kind in ("gather", "scatter"))
