@@ -353,12 +353,13 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module
             raise ValueError(f"buckets must be modules of the model, got another {type(bucket).__name__}")
     if ownership_of(model) is not None:
         raise ValueError("the model is owned already: call dmuon.own once")
+    distributed = is_distributed(model)
     for name, parameter in model.named_parameters():
         if is_owned(parameter):
             raise ValueError(
                 f"parameter {name!r} is owned already: call dmuon.own once, with the whole model"
             )
-        if is_distributed(model) and parameter.is_meta:
+        if distributed and parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device: give a tensor-parallel model its values before dmuon.own "
                 "(model.to_empty, then its initialisation)"
