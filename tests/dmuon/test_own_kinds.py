@@ -170,7 +170,7 @@ KINDS = {
         Towers,
         tower_blocks,
         action_loss,
-        {"patches", "seeing.up", "seeing.down", "bridge", "acting.up", "acting.down", "state", "action_head"},
+        {"patches", "seeing.up", "seeing.down", "bridge", "acting.up", "acting.down", "state"},
     ),
     "LoRA": Kind(
         adapted_towers,
