@@ -52,7 +52,10 @@ def train(
 
 
 def run(path: Path, session: Session) -> dict[str, Tensor]:
-    """The whole weights after the session, and the whole momenta under ``state.`` (NorMuon's under ``second.``). Its checkpoint is path/stop."""
+    """The whole weights after the session, and the whole momenta under ``state.`` (NorMuon's under ``second.``).
+
+    Its checkpoint is path/stop.
+    """
     if session.ranks:
         return dict(run_ranks(session.ranks, _session, str(path), session)[0])
     return _session(str(path), session)
