@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ def _replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
+def _enter(dim: int, module: nn.Module, args: Any, mesh: DeviceMesh) -> DTensor:
+    return _replicated(args[0], mesh).redistribute(mesh, [Shard(dim)])
+
+
 def build(seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     return GPT().double()
@@ -94,14 +99,10 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
             plan |= {"out": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
         block.experts = nn.Parameter(distribute_tensor(block.experts.detach(), mesh, [Shard(0)]))
-        # Each rank has the gradient of its own tokens only.
-        for module in (block.norm, block.gate):
-            distribute_module(
-                module,
-                mesh,
-                input_fn=lambda _, args, mesh: _replicated(args[0], mesh).redistribute(mesh, [Shard(1)]),
-                output_fn=lambda _, output, __: output.full_tensor(),
-            )
+        # Each rank has the gradient of its own tokens, or of its own rows, only.
+        for module, dim in ((block.norm, 1), (block.gate, 0)):
+            enter, leave = partial(_enter, dim), lambda _, output, __: output.full_tensor()
+            distribute_module(module, mesh, input_fn=enter, output_fn=leave)
     parallelize_module(model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
 
 
