@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 
@@ -38,7 +39,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
         q, k, v = (
-            project(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            project(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -77,13 +78,18 @@ def sample(text: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if arguments.hsdp:
-        shape = (arguments.hsdp, ranks // arguments.hsdp)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device.type, (ranks,))
+    replicas, tensor = arguments.hsdp or 1, arguments.tp
+    shape = (replicas, ranks // replicas // tensor, tensor)
+    every = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = every["replicate", "shard"] if arguments.hsdp else every["shard"]
+    place, places = rank // tensor, ranks // tensor  # tensor-parallel ranks see the same data
     torch.manual_seed(0)
     model = GPT().to(device)
+    if tensor > 1:
+        columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+        rows = {name: RowwiseParallel() for name in ("out", "down")}
+        for block in model.blocks:
+            parallelize_module(block, every["tp"], {**columns, **rows})
 
     # The matrices get owners; everything else is FSDP's.
     compute = torch.bfloat16 if arguments.bf16 else None
@@ -110,7 +116,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     text, batches, losses = read_text(), torch.Generator(), []
     for step in range(start, arguments.steps):
         # By the step, so that a run that goes on draws what it would have drawn.
-        batches.manual_seed(step * ranks + rank)
+        batches.manual_seed(step * places + place)
         total = torch.zeros((), device=device)
         for micro in range(arguments.accumulate):
             dmuon.set_requires_gradient_sync(model, micro == arguments.accumulate - 1)
@@ -146,12 +152,15 @@ def main() -> None:
     parser.add_argument(
         "--hsdp", type=int, metavar="REPLICAS", help="shard within each of so many replicas only"
     )
+    parser.add_argument("--tp", type=int, metavar="RANKS", default=1, help="so many divide each layer")
     parser.add_argument("--out", type=Path, default=Path("train_fsdp"), help="default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if arguments.hsdp is not None and (arguments.hsdp < 1 or ranks % arguments.hsdp):
-        parser.error(f"--hsdp {arguments.hsdp} does not divide the {ranks} processes")
+    if arguments.tp < 1 or HEADS % arguments.tp or ranks % arguments.tp:
+        parser.error(f"--tp {arguments.tp} does not divide the {HEADS} heads and the {ranks} processes")
+    if arguments.hsdp is not None and (arguments.hsdp < 1 or ranks // arguments.tp % arguments.hsdp):
+        parser.error(f"--hsdp {arguments.hsdp} does not divide the {ranks // arguments.tp} ranks for data")
 
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

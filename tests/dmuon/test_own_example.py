@@ -59,3 +59,15 @@ def test_the_example_learns(options: tuple[str, ...], tmp_path: Path) -> None:
     assert "24 owned parameters on 2 ranks" in printed
     assert len(losses) == 4 and losses[-1] < 0.6 * losses[0]
     assert f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last" in printed
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_with_and_without_tensor_parallelism(tmp_path: Path) -> None:
+    example, out = ROOT / "examples" / "train_fsdp.py", ("--out", str(tmp_path), "--resume")
+    printed = torchrun(4, example, "--tp", "2", "--steps", "21", *out)
+    assert "24 owned parameters on 2 ranks of 2 tensor-parallel ones each" in printed
+    printed += torchrun(4, example, "--tp", "2", "--hsdp", "2", "--steps", "31", *out)
+    printed += torchrun(2, example, "--steps", "41", *out)
+    assert "from step 21" in printed and "from step 31" in printed
+    losses = [float(loss) for loss in re.findall(r"step .* loss ([0-9.]+)", printed)]
+    assert len(losses) == 5 and losses[-1] < min(losses[:-1]) and max(losses[1:]) < 0.6 * losses[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,3 +232,25 @@ def test_shares_are_those_of_chunk(length: int, ranks: int) -> None:
     found = shares(length, ranks)
     assert [stop - start for start, stop in found] == expected + [0] * (ranks - len(expected))
     assert [start for start, _ in found[1:]] == [stop for _, stop in found[:-1]] and found[-1][1] == length
+
+
+def follow_the_guide() -> float:
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"## Tensor parallel\n.*?```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"device": "cpu"}
+    exec("import dmuon\nimport torch.distributed as dist\nfrom torch import nn", names)
+    exec("from torch.distributed.device_mesh import init_device_mesh", names)
+    exec("from torch.distributed.fsdp import fully_shard", names)
+    torch.manual_seed(0)
+    exec(code, names)
+    losses = []
+    for _ in range(3):
+        losses.append(names["model"](torch.ones(4, 64)).square().mean())
+        losses[-1].backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    return losses[-1].item() / losses[0].item()
+
+
+def test_the_guide_learns() -> None:
+    assert max(run_ranks(4, follow_the_guide)) < 0.9

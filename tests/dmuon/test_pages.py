@@ -25,7 +25,7 @@ PAGES = [
 ELSEWHERE = {
     "docs/checkpoints.md": "test_own_checkpoint.py",
     "docs/clients.md": "test_clients.py",
-    "docs/distributed.md": "test_own_example.py, test_own_groups.py, test_own_meta.py",
+    "docs/distributed.md": "test_own_example.py, test_own_groups.py, test_own_meta.py, test_own_tensor.py",
     "docs/kernels.md": "tests/kernels/test_kernels_page.py",
 }
 
