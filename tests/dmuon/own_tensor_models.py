@@ -14,7 +14,14 @@ from own_models import HOW, VOCABULARY, WIDTH, batch, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -78,8 +85,8 @@ def _replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
-def _enter(dim: int, module: nn.Module, args: Any, mesh: DeviceMesh) -> DTensor:
-    return _replicated(args[0], mesh).redistribute(mesh, [Shard(dim)])
+def _enter(placement: Placement, module: nn.Module, args: Any, mesh: DeviceMesh) -> DTensor:
+    return _replicated(args[0], mesh).redistribute(mesh, [placement])
 
 
 def build(seed: int = 0) -> GPT:
@@ -99,9 +106,12 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
             plan |= {"out": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
         block.experts = nn.Parameter(distribute_tensor(block.experts.detach(), mesh, [Shard(0)]))
-        # Each rank has the gradient of its own tokens, or of its own rows, only.
-        for module, dim in ((block.norm, 1), (block.gate, 0)):
-            enter, leave = partial(_enter, dim), lambda _, output, __: output.full_tensor()
+        # Each rank has the gradient of its own tokens, or of its own rows where these divide, only.
+        for module, placement in (
+            (block.norm, Shard(1)),
+            (block.gate, Shard(0) if mesh.size() == 2 else Replicate()),
+        ):
+            enter, leave = partial(_enter, placement), lambda _, output, __: output.full_tensor()
             distribute_module(module, mesh, input_fn=enter, output_fn=leave)
     parallelize_module(model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
 
