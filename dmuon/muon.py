@@ -252,12 +252,8 @@ class Muon(torch.optim.Optimizer):
         model = None if self._model is None else self._model()
         check_current(model, self.param_groups, self._owned, self._matrices)
         if self._owned is not None:
-            from dmuon.ownership.sharded import settle
-
             self._owned.finish()
-            if model is not None:
-                # What an evaluation since the backward has gathered would outlive the step.
-                settle(model, self._owned.tensor_parallel is not None)
+            self._owned.settle(model)
         check_gradients(self.param_groups)
         if any(group.get("stochastic_rounding") for group in self.param_groups):
             self._matrix_step.rounding.reseed()
@@ -297,15 +293,12 @@ class Muon(torch.optim.Optimizer):
     def register_update_hook(self, hook: UpdateHook, *, orthogonality: bool = False) -> RemovableHandle:
         """Have ``hook`` called after every step with a :class:`~dmuon.update_hooks.MatrixUpdate` of each matrix moved.
 
-        Of an owned model, that is on the matrix's owner. While there are hooks, torch's operations make the steps that
-        kernels make otherwise. Copies of the optimizer have none. The handle's ``remove()`` takes the hook away.
+        Of an owned model, on the matrix's owner; a tensor-parallel one takes none. While there are hooks, torch's
+        operations make the steps that kernels make otherwise. Copies have none. The handle's ``remove()`` removes it.
 
         Args:
             hook: who reads a number from one of the update's tensors waits for the device.
             orthogonality: measure its error, too, at the price of one product for each matrix.
-
-        Raises:
-            ValueError: the model is tensor-parallel, so that no rank sees whole matrices with their gradients.
         """
         if self._owned is not None:
             self._owned.check_hooks()

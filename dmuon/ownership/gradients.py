@@ -8,7 +8,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.ownership.registry import ownership_of
-from dmuon.ownership.sharded import settle
 from dmuon.shards import local
 
 
@@ -50,7 +49,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         plain = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return plain.full_tensor() if isinstance(plain, DTensor) else plain
     owned.finish()
-    settle(model, owned.tensor_parallel is not None)
+    owned.settle(model)
     masters = [master.grad for master in owned.masters.values() if master.grad is not None]
     sharing = owned.tensor_parallel.size if owned.tensor_parallel else 1
     rest = [p.grad for p in model.parameters() if p not in owned.params and p.grad is not None]

@@ -16,8 +16,8 @@ from dmuon.batching import Update
 from dmuon.matrix import Matrix
 from dmuon.matrix_step import MatrixStep
 from dmuon.names import plural
-from dmuon.ownership.absent import is_owned
 from dmuon.ownership.buckets import Bucket, blocks_of
+from dmuon.ownership.checks import check_mesh, check_model, check_plain
 from dmuon.ownership.consistency import compare, debugging
 from dmuon.ownership.control import Control
 from dmuon.ownership.meta import leave_meta, require_values
@@ -26,13 +26,13 @@ from dmuon.ownership.presence import Presence, refuse_other_optimizers
 from dmuon.ownership.probe import known_network, make_routes
 from dmuon.ownership.publisher import Publisher
 from dmuon.ownership.reducer import Reducer
-from dmuon.ownership.registry import ATTRIBUTE, ownership_of
+from dmuon.ownership.registry import ATTRIBUTE
 from dmuon.ownership.routes import Routes
 from dmuon.ownership.runtime import Runtime
+from dmuon.ownership.sharded import settle
 from dmuon.ownership.state_dicts import StateDicts
 from dmuon.ownership.tensor_parallel import (
     TensorParallel,
-    check_layout,
     grids_of,
     is_distributed,
     make_tensor_parallel,
@@ -107,14 +107,14 @@ def own(
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     distributed = is_distributed(model)
-    _check_mesh(mesh, alone=not distributed)
+    check_mesh(mesh, alone=not distributed)
     control = Control(range(dist.get_world_size()), timeout)
     policy = policy or MatrixPolicy()
     routings: list[Routing] = []
     tensor_mesh: DeviceMesh | None = None
     facts: dict[str, Any] | Exception
     try:
-        _check_model(model, mesh, buckets)
+        check_model(model, mesh, buckets)
         tensor_mesh = tensor_mesh_of(model, mesh) if distributed else None
         every = policy.route_model(model)
         routings = [routing for routing in every if routing.algorithm == "muon"]
@@ -123,7 +123,7 @@ def own(
                 "the policy finds no trainable matrix in the model: there is nothing to own; "
                 f"it has {reasons_of(every) or 'no parameter at all'}"
             )
-        _check_plain(model, routings)
+        check_plain(model, routings)
         blocks = blocks_of(model, [routing.name for routing in routings], buckets)
         debug = debugging()
         options = (reshard_after_forward, compute_dtype, reduce_dtype, debug)
@@ -270,6 +270,13 @@ class Owned:
         with self.statistics.phase("finish"):
             self._runtime.finish()
 
+    def settle(self, model: nn.Module | None) -> None:
+        """Let the parameters that are not owned be sharded again, which an evaluation may have gathered, and their
+        gradients be placed as they are. ``Muon.step`` and ``clip_grad_norm_`` do it; ``model`` may be gone.
+        """
+        if model is not None:
+            settle(model, self.tensor_parallel is not None)
+
     def zero_grad(self) -> None:
         """Drop all owned gradients, those under way included. ``Muon.zero_grad`` does it. Collective."""
         self._reducer.stepped = False
@@ -329,59 +336,6 @@ class Owned:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owned:
         raise TypeError("an owned model cannot be copied: copy it before dmuon.own")
-
-
-def _check_mesh(mesh: DeviceMesh, alone: bool) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh (init_device_mesh makes one), got {type(mesh).__name__}")
-    if mesh.ndim > 2:
-        raise ValueError(f"mesh must have one dimension or two (replicate, shard), got {mesh.ndim}")
-    ranks = mesh.mesh.flatten().tolist()
-    if alone and ranks != list(range(dist.get_world_size())):
-        raise ValueError(
-            f"mesh must hold the ranks 0 to {dist.get_world_size() - 1} of the process group in ascending order, "
-            f"got {ranks}; beside a tensor-parallel axis, parallelize_module comes before dmuon.own"
-        )
-
-
-def _check_model(model: nn.Module, mesh: DeviceMesh, buckets: Sequence[nn.Module] | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    modules = set(model.modules())
-    for bucket in buckets or ():
-        if bucket not in modules:
-            raise ValueError(f"buckets must be modules of the model, got another {type(bucket).__name__}")
-    if ownership_of(model) is not None:
-        raise ValueError("the model is owned already: call dmuon.own once")
-    distributed = is_distributed(model)
-    for name, parameter in model.named_parameters():
-        if is_owned(parameter):
-            raise ValueError(
-                f"parameter {name!r} is owned already: call dmuon.own once, with the whole model"
-            )
-        if distributed and parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device: give a tensor-parallel model its values before dmuon.own "
-                "(model.to_empty, then its initialisation)"
-            )
-        if parameter.device.type not in (mesh.device_type, "meta"):
-            raise ValueError(
-                f"parameter {name!r} is on {parameter.device}, but the mesh is on {mesh.device_type}"
-            )
-        if parameter.grad is not None:
-            raise ValueError(f"parameter {name!r} has a gradient already: call dmuon.own before training")
-
-
-def _check_plain(model: nn.Module, routings: Sequence[Routing]) -> None:
-    for routing in routings:
-        parameter = model.get_parameter(routing.name)
-        if isinstance(parameter, DTensor):
-            check_layout(routing.name, parameter)
-        elif type(parameter) is not nn.Parameter:
-            raise ValueError(
-                f"parameter {routing.name!r} is a {type(parameter).__name__}, but only a plain nn.Parameter can be "
-                "owned, or a DTensor: convert it, or exclude it by the policy"
-            )
 
 
 def _fact(model: nn.Module, routing: Routing) -> str:

@@ -201,6 +201,7 @@ def misuses() -> dict[str, str]:
         "no fsdp": outcome(lambda: dmuon.Muon(unwrapped, **HOW)),
         "normuon": outcome(lambda: dmuon.Muon(fine, normuon_beta2=0.9)),
         "rounding": outcome(lambda: dmuon.Muon(fine, stochastic_rounding=True)),
+        "hooks": outcome(lambda: dmuon.Muon(fine, **HOW).register_update_hook(print)),
         "measure": outcome(lambda: dmuon.measure_network(mesh["shard"])),
     }
 
@@ -221,6 +222,7 @@ def test_misuse_is_named_on_all_ranks() -> None:
             "no fsdp": "call fully_shard(module, mesh=mesh, ignored_params=owned.params)",
             "normuon": "normuon_beta2=0.9 is not to be had with tensor parallelism",
             "rounding": "stochastic_rounding=True is not to be had with tensor parallelism",
+            "hooks": "update hooks are not to be had with tensor parallelism",
             "measure": "mesh must hold all 4 ranks, got 2",
         }.items():
             assert needle in found[key], (key, found[key])
