@@ -161,8 +161,8 @@ def killed_in_a_step(nodes: int) -> None:
     optimizer = dmuon.Muon(model, **HOW)
     run = optimizer._matrix_step.run
 
-    def dying(updates: list[Update]) -> Iterator[Tensor]:
-        for master in run(updates):
+    def dying(updates: list[Update], **how: Any) -> Iterator[Tensor]:
+        for master in run(updates, **how):
             yield master
             if dist.get_rank() == dist.get_world_size() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -121,9 +121,9 @@ def order_of_updates() -> list[list[str]]:
     seen: list[list[str]] = []
     run = optimizer._matrix_step.run
 
-    def noting(updates: list[Update]) -> Iterator[Tensor]:
+    def noting(updates: list[Update], **how: Any) -> Iterator[Tensor]:
         seen.append([])
-        for master in run(updates):
+        for master in run(updates, **how):
             seen[-1].append(".".join(names[master].split(".")[:2]))
             yield master
 
@@ -152,8 +152,8 @@ def slow_owner(path: str) -> dict[str, Any]:
     store = dist.FileStore(path, 3)
     run = optimizer._matrix_step.run
 
-    def late(updates: list[Update]) -> Iterator[Tensor]:
-        for k, master in enumerate(run(updates)):
+    def late(updates: list[Update], **how: Any) -> Iterator[Tensor]:
+        for k, master in enumerate(run(updates, **how)):
             if rank == 1 and k == 0:
                 while int(store.add("seen", 0)) < 2 and time.monotonic() < deadline + 10:
                     time.sleep(0.01)
@@ -199,7 +199,7 @@ class InSeries:
 def without_overlap(owned: Any, optimizer: dmuon.Muon) -> None:
     """Publish nothing before all has moved, and wait for every transfer."""
     run = optimizer._matrix_step.run
-    optimizer._matrix_step.run = lambda updates: iter(list(run(updates)))
+    optimizer._matrix_step.run = lambda updates, **how: iter(list(run(updates, **how)))
     owned._publisher._routes = InSeries(owned._publisher._routes)
     owned._reducer._routes = InSeries(owned._reducer._routes)
 
