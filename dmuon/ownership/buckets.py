@@ -42,7 +42,11 @@ class OwnedMatrix:
     arrived: bool = False
 
     def __post_init__(self) -> None:
-        self._version = self.shown._version
+        self._versions = self._count_writes()
+
+    def _count_writes(self) -> tuple[int, int]:
+        # A DTensor that is written to counts that itself, the tensor within does not.
+        return self.parameter._version, self.shown._version
 
     def check(self) -> None:
         """Raise if somebody has changed the parameter itself, which the owner would never learn.
@@ -64,20 +68,26 @@ class OwnedMatrix:
                 f"owned parameter {self.name!r} was given other data since dmuon.own: it was {then}, is {now}. "
                 "Convert, move and resize the model before dmuon.own; see its compute_dtype for other dtypes"
             )
-        if not isinstance(self.parameter, Absent) and self.shown._version != self._version:
+        if not isinstance(self.parameter, Absent) and self._count_writes() != self._versions:
             raise RuntimeError(
                 f"owned parameter {self.name!r} was written to, but holds a copy that the next publication replaces: "
                 f"write to owned.masters[{self.name!r}] on rank {self.owner}, then call owned.refresh() on all ranks"
             )
 
-    def collect(self) -> None:
-        """Take over the gradient that has just accumulated in the parameter."""
+    def collect(self, dtype: torch.dtype) -> None:
+        """Take over the gradient that has just accumulated in the parameter.
+
+        Args:
+            dtype: in which it will travel, at least in which a DTensor's parts are added up here.
+        """
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             return
         if isinstance(gradient, DTensor):
             assert isinstance(self.parameter, DTensor)
-            # Perhaps still to be added up over its mesh.
+            if gradient.placements != self.parameter.placements:
+                # Perhaps still to be added up over its mesh.
+                gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
             gradient = gradient.redistribute(placements=self.parameter.placements).to_local()
         self.arrived = True
         if self.unsent is not None:
@@ -140,7 +150,7 @@ class Bucket:
                 kept = values[each].detach().clone(memory_format=torch.contiguous_format)
                 master = nn.Parameter(wrapped(kept, parameter))
                 mark_master(master)
-            shown = own_local(parameter, dtype) if isinstance(parameter, DTensor) else parameter
+            shown = own_local(parameter, view) if isinstance(parameter, DTensor) else parameter
             self.matrices.append(
                 OwnedMatrix(
                     each, parameter, shown, holder, owners[each], start, stop, view, absent, why, master

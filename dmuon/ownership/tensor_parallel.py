@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dmuon.ownership.absent import placeholder
 from dmuon.ownership.control import Control
 from dmuon.ownership.exchange import Exchange
 from dmuon.ownership.routes import Grid, exchanges
@@ -109,6 +108,24 @@ def tensor_mesh_of(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
     return tensor_mesh
 
 
+def check_swappable(name: str, parameter: nn.Parameter) -> None:
+    """Raise a ValueError if :func:`own_local` would fail or lose something of a DTensor parameter."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"parameter {name!r} has gradient hooks, which ownership of a tensor-parallel parameter would drop: "
+            "register them after dmuon.own"
+        )
+    other = wrapped(placeholder(local(parameter).shape, parameter.dtype, parameter.device), parameter)
+    try:
+        for _ in ("there", "and back"):
+            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter {name!r} is still referred to, as by the outputs of a forward, a view or a weak reference: "
+            f"drop these, or call dmuon.own right after parallelize_module ({error})"
+        ) from error
+
+
 def check_layout(name: str, parameter: nn.Parameter) -> None:
     """Raise a ValueError if the ranks hold ``parameter`` in a way that :func:`shares` does not describe."""
     if not isinstance(parameter, DTensor):
@@ -165,15 +182,16 @@ def grids_of(control: Control, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> lis
     return grids
 
 
-def own_local(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Let a DTensor parameter show a placeholder of ``dtype``, and return the tensor whose ``data`` it shows.
+def own_local(parameter: nn.Parameter, view: Tensor) -> Tensor:
+    """Let a DTensor parameter show ``view``, and return the tensor whose ``data`` it shows.
 
     It stays the same object. A DTensor that is no Parameter gives out its local tensor itself, so the parameter gets
-    the contents of one.
+    the contents of one. It is made of ``view``, because torch.compile expects of it the storage offset that it was made
+    with.
     """
     assert isinstance(parameter, DTensor)
     with torch.no_grad():
-        other = wrapped(placeholder(local(parameter).shape, dtype, parameter.device), parameter)
+        other = wrapped(view.data, parameter)  # of data, whose version is not the buffer's
         shown = local(other)
     other.requires_grad_(parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
