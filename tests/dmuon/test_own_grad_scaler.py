@@ -165,6 +165,83 @@ def test_what_is_unusual() -> None:
         assert found["off"]
 
 
+def disagreeing() -> dict[str, tuple[str, bool]]:
+    """What each way to differ is told, and whether the weights stayed as they were."""
+    rank = dist.get_rank()
+    model = build(dtype=torch.float32)
+    owned = wrap(model, mesh_of())
+    optimizer = dmuon.Muon(model, lr=0.1)
+    tokens, targets = batch(0, 2)
+
+    def attempt(scaler: torch.amp.GradScaler, unscale: bool = False) -> tuple[str, bool]:
+        before = {name: master.detach().clone() for name, master in owned.masters.items()}
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(tokens), targets)).backward()
+        told = outcome(lambda: scaler.unscale_(optimizer)) if unscale else ""
+        told = told or outcome(lambda: scaler.step(optimizer))
+        return told, all(torch.equal(master, before[name]) for name, master in owned.masters.items())
+
+    found = {"init": attempt(dmuon.GradScaler("cpu", init_scale=(64.0, 1024.0)[rank]))}
+    found["unscale"] = attempt(dmuon.GradScaler("cpu", growth_factor=(2.0, 3.0)[rank]), unscale=True)
+    found["enabled"] = attempt(dmuon.GradScaler("cpu", enabled=rank == 0))
+    found["enabled, unscale"] = attempt(dmuon.GradScaler("cpu", enabled=rank == 1), unscale=True)
+    scaler = dmuon.GradScaler("cpu", init_scale=8.0)
+    found["equal"] = attempt(scaler)
+    scaler.update(8.0 if rank else 16.0)
+    found["update"] = attempt(scaler)
+    scaler.update(8.0)
+    if rank:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+    found["loaded"] = attempt(scaler, unscale=True)
+    scaler.update(8.0)
+    found["equal again"] = attempt(scaler)
+    return found
+
+
+@pytest.mark.case(row="N5")
+def test_ranks_whose_scalers_differ_all_raise() -> None:
+    for found in run_ranks(2, disagreeing):
+        assert found.pop("equal") == found.pop("equal again") == ("", False)
+        assert all(unmoved for _, unmoved in found.values()), found
+        told = {way: text for way, (text, _) in found.items()}
+        assert all(text.startswith("RuntimeError: ranks disagree on the scale") for text in told.values()), (
+            told
+        )
+        assert "'scale': 64.0" in told["init"] and "'scale': 1024.0" in told["init"]
+        assert "'growth_factor': 3.0" in told["unscale"]
+        assert "being enabled: rank 0 has True, rank 1 has False" in told["enabled"]
+        assert "being enabled: rank 0 has False, rank 1 has True" in told["enabled, unscale"]
+        assert "rank 0 has 16, rank 1 has 8" in told["update"]
+        assert "rank 0 has 8, rank 1 has 4" in told["loaded"]
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 1e39, "x", None])
+def test_scales_that_cannot_be(scale: Any) -> None:
+    with pytest.raises(ValueError, match="init_scale must be positive and finite"):
+        dmuon.GradScaler("cpu", init_scale=scale)
+    assert not dmuon.GradScaler("cpu", init_scale=scale, enabled=False).is_enabled()
+    scaler = dmuon.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(ValueError, match=r"^scale must be positive and finite"):
+        scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+    assert scaler.get_scale() == 8.0
+
+
+def test_states_of_scalers() -> None:
+    scaler = dmuon.GradScaler("cpu", init_scale=8.0)
+    state = scaler.state_dict()
+    with pytest.raises(ValueError, match="lacks _growth_tracker, growth_interval"):
+        scaler.load_state_dict(
+            {k: v for k, v in state.items() if k not in ("_growth_tracker", "growth_interval")}
+        )
+    with pytest.raises(TypeError, match="must be a dict, got list"):
+        scaler.load_state_dict([])  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="disabled instance"):
+        scaler.load_state_dict({})
+    dmuon.GradScaler("cpu", enabled=False).load_state_dict({})
+    scaler.load_state_dict({**state, "scale": 2.0})
+    assert scaler.get_scale() == 2.0
+
+
 def half() -> tuple[str, bool]:
     """Masters in fp16 on one rank alone; and fp32 masters that compute in fp16."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8, bias=False)), nn.Sequential(nn.Linear(8, 8)))
