@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.ownership.absent import is_owned
 from dmuon.ownership.registry import ownership_of
-from dmuon.ownership.tensor_parallel import check_layout, is_distributed
+from dmuon.ownership.tensor_parallel import check_layout, check_swappable, is_distributed
 from dmuon.policy import Routing
 
 
@@ -64,6 +64,7 @@ def check_plain(model: nn.Module, routings: Sequence[Routing]) -> None:
         parameter = model.get_parameter(routing.name)
         if isinstance(parameter, DTensor):
             check_layout(routing.name, parameter)
+            check_swappable(routing.name, parameter)
         elif type(parameter) is not nn.Parameter:
             raise ValueError(
                 f"parameter {routing.name!r} is a {type(parameter).__name__}, but only a plain nn.Parameter can be "

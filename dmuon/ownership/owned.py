@@ -107,13 +107,13 @@ def own(
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     distributed = is_distributed(model)
-    check_mesh(mesh, alone=not distributed)
     control = Control(range(dist.get_world_size()), timeout)
     policy = policy or MatrixPolicy()
     routings: list[Routing] = []
     tensor_mesh: DeviceMesh | None = None
     facts: dict[str, Any] | Exception
     try:
+        check_mesh(mesh, alone=not distributed)
         check_model(model, mesh, buckets)
         tensor_mesh = tensor_mesh_of(model, mesh) if distributed else None
         every = policy.route_model(model)
@@ -129,6 +129,7 @@ def own(
         options = (reshard_after_forward, compute_dtype, reduce_dtype, debug)
         facts = {
             "parameters": [_fact(model, routing) for routing in routings],
+            "tensor parallelism": tensor_mesh is not None,
             "buckets": list(blocks.items()),
             "options (reshard_after_forward, compute_dtype, reduce_dtype, DMUON_DEBUG)": options,
             "plan": given_fact(plan, list(blocks), mesh.size()),

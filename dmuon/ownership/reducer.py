@@ -52,7 +52,7 @@ class Reducer:
 
     def arrived(self, index: int, matrix: OwnedMatrix) -> None:
         """A gradient of ``matrix``, of bucket ``index``, has accumulated."""
-        matrix.collect()
+        matrix.collect(self._dtype)
         if not self.synchronizing:
             return
         self._open = True

@@ -118,7 +118,7 @@ class StateDicts:
 def _write(matrix: OwnedMatrix, key: str, value: Any) -> list[str]:
     """Copy ``value`` to the master if that is here. Returns what is wrong with it, whether it is here or not."""
     master = matrix.master
-    if not _is_whole(value) and not _alike(value, master):
+    if not _is_whole(value) and not _alike(value, matrix.parameter):
         return [
             f"{key} is owned by one rank and loads from a whole plain tensor, not from a {type(value).__name__}."
         ]
@@ -133,13 +133,13 @@ def _write(matrix: OwnedMatrix, key: str, value: Any) -> list[str]:
     return []
 
 
-def _alike(value: object, master: Tensor | None) -> bool:
+def _alike(value: object, parameter: nn.Parameter) -> bool:
     """Whether both are parts of DTensors that are divided alike over the same ranks."""
     return (
         isinstance(value, DTensor)
-        and isinstance(master, DTensor)
-        and value.device_mesh == master.device_mesh
-        and value.placements == master.placements
+        and isinstance(parameter, DTensor)
+        and value.device_mesh == parameter.device_mesh
+        and value.placements == parameter.placements
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dmuon.ownership.absent import placeholder
 from dmuon.ownership.control import Control
 from dmuon.ownership.exchange import Exchange
 from dmuon.ownership.routes import Grid, exchanges

@@ -224,11 +224,11 @@ class TensorStep:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise a ValueError if a Muon group has an option that takes more than each rank knows."""
-    for key, why in (
-        ("normuon_beta2", "its second moment goes by whole rows"),
-        ("stochastic_rounding", "ranks that have all of a matrix would round it apart"),
+    for key, off, why in (
+        ("normuon_beta2", None, "its second moment goes by whole rows"),
+        ("stochastic_rounding", False, "ranks that have all of a matrix would round it apart"),
     ):
-        if group[key]:
+        if group[key] is not off:
             raise ValueError(f"{key}={group[key]} is not to be had with tensor parallelism: {why}")
 
 
