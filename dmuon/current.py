@@ -29,7 +29,8 @@ def check_current(
 
     Raises:
         RuntimeError: a group has other names than parameters; a parameter without a gradient has been owned since, or
-            is not in the model any more; or one of a Muon group is not the one that the optimizer was built with.
+            is not in the model any more; one of a Muon group is not the one that the optimizer was built with; or an
+            owned one that is trainable is in no group.
     """
     for k, group in enumerate(groups):
         names = group.get("param_names", group["params"])
@@ -39,8 +40,6 @@ def check_current(
                 "change both alike"
             )
     for group in groups:
-        if owned is not None and group["algorithm"] == "muon":
-            owned.check_options(group)
         swapped = [k for k, parameter in enumerate(group["params"]) if parameter not in routed]
         if group["algorithm"] == "muon" and swapped:
             found = group["params"][swapped[0]]
@@ -49,6 +48,14 @@ def check_current(
                 f"parameter {_named(name)} of a Muon group is now another {type(found).__name__} than the optimizer "
                 f"was built with, as when accelerate's prepare has sharded it. {_LAST}"
             )
+    if owned is not None:
+        held = {parameter for group in groups for parameter in group["params"]}
+        for name, parameter in owned.parameters.items():
+            if parameter.requires_grad and parameter not in held:
+                raise RuntimeError(
+                    f"owned parameter {name!r} is in no group of the optimizer, which would never update it: add it "
+                    "by add_param_group, or freeze it by requires_grad_(False)"
+                )
     idle = [
         (name, parameter)
         for group in groups

@@ -1,31 +1,43 @@
-"""Parameter groups: checking their options, and splitting each into a Muon half and an AdamW half."""
+"""Parameter groups: splitting each into a Muon half and an AdamW half."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dmuon.kernels.coefficients import NAMED, Triple, resolve_coefficients
-from dmuon.kernels.precision import PRECISIONS
+from dmuon.options import OPTIONS, check_keys, check_options
 from dmuon.ownership.absent import is_owned
-from dmuon.policy import Matrix, MatrixPolicy
+from dmuon.policy import Matrix, MatrixPolicy, reasons_of
 from dmuon.shards import local
-from dmuon.slots import slots_of_named
-
-SHARED = ("lr", "weight_decay", "maximize")
-VARIANTS = ("normuon_beta2", "cautious_decay", "stochastic_rounding")
-OPTIONS = {
-    "muon": (*SHARED, "momentum", "nesterov", "adjust_lr", "coefficients", "precision", *VARIANTS),
-    "adamw": (*SHARED, "betas", "eps", "fused"),
-}
-"""What a group of each algorithm holds beside ``params``, ``param_names`` and ``algorithm``."""
+from dmuon.slots import slots_of_model, slots_of_named
 
 Matrices = tuple[Matrix, ...]
+
+
+def route_model(
+    model: nn.Module, policy: MatrixPolicy
+) -> tuple[list[tuple[str, Tensor]], dict[Tensor, Matrices]]:
+    """The trainable parameters of ``model`` by name, and the matrices of all.
+
+    Raises:
+        ValueError: none is trainable, or none that is has a matrix.
+    """
+    parameters = dict(model.named_parameters())
+    slots = slots_of_model(model)
+    # Frozen ones are routed too, for when they are thawed and added.
+    routings = policy.route_slots([replace(slot, trainable=True) for slot in slots])
+    trained = [routing for slot, routing in zip(slots, routings, strict=True) if slot.trainable]
+    if not trained:
+        why = "they are all frozen (requires_grad is False)" if slots else "it has none at all"
+        raise ValueError(f"the model has no parameter to train: {why}")
+    if not any(routing.matrices for routing in trained):
+        raise ValueError(f"the model has no trainable matrix for Muon; it has {reasons_of(trained)}")
+    matrices: dict[Tensor, Matrices] = {parameters[routing.name]: routing.matrices for routing in routings}
+    return [(routing.name, parameters[routing.name]) for routing in trained], matrices
 
 
 def split_group(
@@ -49,6 +61,8 @@ def split_group(
     algorithm = group.get("algorithm")
     if algorithm not in (None, *OPTIONS):
         raise ValueError(f"algorithm must be one of {', '.join(OPTIONS)}, got {algorithm!r}")
+    known = {"params", "param_names", "algorithm", *defaults, *OPTIONS["muon"], *OPTIONS["adamw"]}
+    check_keys(group.keys() - known, sorted(known))
     options = check_options(group)
     pairs = _named(group)
     matrices: dict[Tensor, Matrices] = {}
@@ -63,7 +77,6 @@ def split_group(
         "muon": [pair for pair in pairs if matrices[pair[1]]],
         "adamw": [pair for pair in pairs if not matrices[pair[1]]],
     }
-    known = {"params", "param_names", *defaults, *OPTIONS["muon"], *OPTIONS["adamw"]}
     extras = {key: value for key, value in group.items() if key not in known}
     chosen = {
         "muon": {key: options.get(key, defaults[key]) for key in OPTIONS["muon"]},
@@ -81,39 +94,6 @@ def split_group(
         if params:
             groups.append({**extras, "params": params, "algorithm": half, **chosen[half]})
     return groups, matrices
-
-
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the known among ``options`` and return all, ``coefficients`` as plain data for state dicts.
-
-    Raises:
-        ValueError: a value is out of range or unknown.
-        TypeError: a value is of the wrong kind.
-    """
-    for key in ("lr", "adamw_lr", "weight_decay", "eps", "adamw_eps"):
-        if key in options:
-            _check_number(key, options[key], tensor_allowed="lr" in key)
-    if options.get("adamw_weight_decay") is not None:
-        _check_number("adamw_weight_decay", options["adamw_weight_decay"])
-    if "momentum" in options:
-        _check_number("momentum", options["momentum"], below=1.0)
-    if options.get("normuon_beta2") is not None:
-        _check_number("normuon_beta2", options["normuon_beta2"], below=1.0)
-    for key in ("cautious_decay", "stochastic_rounding"):
-        if not isinstance(options.get(key, False), bool):
-            raise TypeError(f"{key} must be True or False, got {options[key]!r}")
-    for key in ("betas", "adamw_betas"):
-        if key in options:
-            if not isinstance(options[key], Sequence) or len(options[key]) != 2:
-                raise ValueError(f"{key} must be two numbers, got {options[key]!r}")
-            for beta in options[key]:
-                _check_number(key, beta, below=1.0)
-    precision = options.get("precision", "auto")
-    if precision != "auto" and precision not in PRECISIONS:
-        raise ValueError(f"precision must be 'auto' or one of {', '.join(PRECISIONS)}, got {precision!r}")
-    if "coefficients" not in options:
-        return dict(options)
-    return {**options, "coefficients": _plain_coefficients(options["coefficients"])}
 
 
 def _named(group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
@@ -209,23 +189,3 @@ def _fusible(tensor: Tensor) -> bool:
     tensor = local(tensor)
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return dense and tensor.device.type in ("cpu", "cuda") and tensor.is_floating_point()
-
-
-def _check_number(key: str, value: Any, below: float = math.inf, tensor_allowed: bool = False) -> None:
-    if isinstance(value, Tensor):
-        if not tensor_allowed:
-            raise TypeError(f"{key} must be a number, got a tensor")
-        if value.ndim:
-            raise ValueError(f"{key} must be a number or a 0-D tensor, got shape {tuple(value.shape)}")
-    elif not isinstance(value, (int, float)):
-        raise TypeError(f"{key} must be a number, got {value!r}")
-    if not 0.0 <= value < below:
-        span = "at least 0 and finite" if below == math.inf else f"in [0, {below:g})"
-        raise ValueError(f"{key} must be {span}, got {value}")
-
-
-def _plain_coefficients(spec: Any) -> str | tuple[Triple, ...]:
-    resolved = resolve_coefficients(spec)
-    named = resolved.name in NAMED and NAMED[resolved.name]() == resolved
-    plain: str | tuple[Triple, ...] = resolved.name if named else resolved.steps
-    return plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 from weakref import ref
@@ -16,15 +15,16 @@ from torch.utils.hooks import RemovableHandle
 from dmuon.adamw import step_adamw
 from dmuon.batching import Update
 from dmuon.current import check_current, check_gradients
-from dmuon.groups import Matrices, check_options, split_group
+from dmuon.groups import Matrices, route_model, split_group
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.lr_adjust import CUSTOM, RULES, AdjustRule, check_rule
 from dmuon.matrix_step import MatrixStep
+from dmuon.options import CheckedOptions, check_options, facts_of
 from dmuon.ownership.absent import is_master, is_owned
 from dmuon.ownership.registry import ownership_of
-from dmuon.policy import MatrixPolicy, reasons_of
-from dmuon.slots import slots_of_model
-from dmuon.state import check_dict, check_loadable, fill_state, split_state, state_of
+from dmuon.policy import MatrixPolicy
+from dmuon.rounding import is_due
+from dmuon.state import check_dict, check_loadable, fill_state, split_state, state_of, with_variants
 from dmuon.update_hooks import UpdateHook
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         self._rules: Mapping[str, AdjustRule] = {**RULES, **own}
         check_rule(defaults["adjust_lr"], self._rules)
         self._matrices: dict[Tensor, Matrices] = {}
-        self._matrix_step = MatrixStep(self._rules)
+        self._matrix_step, self._options = MatrixStep(self._rules), CheckedOptions(self._rules)
         self._owned = ownership_of(model_or_params) if isinstance(model_or_params, nn.Module) else None
         self._model: ref[nn.Module] | None = None
         if isinstance(model_or_params, nn.Module):
@@ -175,18 +175,8 @@ class Muon(torch.optim.Optimizer):
 
             groups, self._matrices = groups_of_owned(model, self._owned)
             return groups
-        parameters = dict(model.named_parameters())
-        slots = slots_of_model(model)
-        # Frozen ones are routed too, for when they are thawed and added.
-        routings = self._policy.route_slots([replace(slot, trainable=True) for slot in slots])
-        self._matrices = {parameters[routing.name]: routing.matrices for routing in routings}
-        trained = [routing for slot, routing in zip(slots, routings, strict=True) if slot.trainable]
-        if not trained:
-            why = "they are all frozen (requires_grad is False)" if slots else "it has none at all"
-            raise ValueError(f"the model has no parameter to train: {why}")
-        if not any(routing.matrices for routing in trained):
-            raise ValueError(f"the model has no trainable matrix for Muon; it has {reasons_of(trained)}")
-        return [(routing.name, parameters[routing.name]) for routing in trained]
+        pairs, self._matrices = route_model(model, self._policy)
+        return pairs
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group dict as the constructor takes them; it may become two groups, Muon's and AdamW's.
@@ -236,9 +226,12 @@ class Muon(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: a gradient is sparse, the model has got other parameters since the optimizer was built, a
-                CUDA graph would repeat stochastic rounding, or torch's GradScaler takes the step of an owned model;
-                no parameter has been changed then.
+            RuntimeError: a gradient is sparse, the model has got other parameters since the optimizer was built, an
+                owned matrix is in no group, ranks differ in their options, a CUDA graph would repeat stochastic
+                rounding, or torch's GradScaler takes the step of an owned model.
+            ValueError, TypeError: an option in ``param_groups`` is none that the constructor would take.
+
+        Nothing has been changed then; of an owned model, all ranks raise.
         """
         if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
             raise RuntimeError(
@@ -250,12 +243,12 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = None if self._model is None else self._model()
-        check_current(model, self.param_groups, self._owned, self._matrices)
-        if self._owned is not None:
-            self._owned.finish()
+        if self._owned is None:
+            self._check(model)
+        else:
+            self._owned.finish(partial(self._check, model))
             self._owned.settle(model)
-        check_gradients(self.param_groups)
-        if any(group.get("stochastic_rounding") for group in self.param_groups):
+        if is_due(self.param_groups, self._owned):
             self._matrix_step.rounding.reseed()
         updates: list[Update] = []
         for group in self.param_groups:
@@ -330,8 +323,9 @@ class Muon(torch.optim.Optimizer):
         the dict does not have becomes zero. Collective then.
 
         Raises:
-            ValueError: the state is of another optimizer or of other parameters; nothing is loaded then.
-            TypeError: it is no dict.
+            ValueError: the state is of another optimizer or of other parameters, or an option is out of range;
+                nothing is loaded then.
+            TypeError: it is no dict, or an option is of the wrong kind.
             RuntimeError: it cannot be loaded on another rank.
         """
         self._on_all_ranks(lambda: check_dict(state_dict))
@@ -363,22 +357,19 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         # torch calls this on loading a state dict, too.
         if "_matrices" in state:
-            self._matrix_step, self._owned, self._model = MatrixStep(self._rules), None, None
+            self._matrix_step, self._options = MatrixStep(self._rules), CheckedOptions(self._rules)
+            self._owned = self._model = None
 
     def _before_load(
         self, kept: dict[Tensor, dict[str, Tensor]], _: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """Check ``state_dict``, and move what torch must not cast from it to ``kept``."""
-        self._on_all_ranks(lambda: self._check_loadable(state_dict))
+        if "param_groups" in state_dict:
+            state_dict = {**state_dict, "param_groups": with_variants(state_dict["param_groups"])}
+        self._on_all_ranks(lambda: check_loadable(self, state_dict, self._owned))
         state_dict, found = split_state(self, self._owned, state_dict)
         kept.update(found)
         return state_dict
-
-    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
-        check_loadable(self, state_dict, self._owned)
-        for group in state_dict["param_groups"]:
-            if group["algorithm"] == "muon":
-                check_rule(group["adjust_lr"], self._rules)
 
     def _on_all_ranks(self, check: Callable[[], None]) -> None:
         """Raise what ``check`` raises; of an owned model on all ranks if it raises on any."""
@@ -386,6 +377,13 @@ class Muon(torch.optim.Optimizer):
             check()
         else:
             self._owned.control.together(check, "load_state_dict")
+
+    def _check(self, model: nn.Module | None) -> dict[str, Any]:
+        """Raise unless a step can be taken. Returns what must be equal on all ranks of an owned model."""
+        check_current(model, self.param_groups, self._owned, self._matrices)
+        check_gradients(self.param_groups)
+        self._options.check(self.param_groups, self._owned)
+        return {} if self._owned is None else facts_of(self.param_groups)
 
     def _updates_of(self, group: dict[str, Any]) -> list[Update]:
         """The matrices of a Muon group that are due for an update here."""

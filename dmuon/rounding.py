@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from dmuon.ownership.owned import Owned
 
 _HIGH_HALF = -(1 << 16)
 """The bits of an fp32 number that bf16 has, too."""
@@ -46,3 +52,14 @@ class StochasticRounding:
         bits.add_(source.view(torch.int32)).bitwise_and_(_HIGH_HALF)
         # A GPU's NaN has all bits set: with the carry it would be zero.
         target.copy_(torch.where(source.isnan(), source, bits.view(torch.float32)))
+
+
+def is_due(groups: Iterable[Mapping[str, Any]], owned: Owned | None) -> bool:
+    """Whether a step rounds anything, here or, of an owned model, on another rank."""
+    dtypes = {} if owned is None else {owned.parameters[name]: dtype for name, dtype in owned.dtypes.items()}
+    return any(
+        dtypes.get(parameter, parameter.dtype) == torch.bfloat16
+        for group in groups
+        if group.get("stochastic_rounding")
+        for parameter in group["params"]
+    )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dmuon.adamw import ready
-from dmuon.groups import OPTIONS
+from dmuon.lr_adjust import check_rule
 from dmuon.matrix import Matrix
+from dmuon.options import OPTIONS, VARIANTS, check_options
 from dmuon.ownership.absent import is_owned
 from dmuon.slots import clean
 
@@ -102,6 +103,11 @@ def split_state(
     return {**state_dict, "state": state}, kept
 
 
+def with_variants(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Saved ``groups``, with the options that Muon's did not have yet at the values that mean what was done then."""
+    return [{**VARIANTS, **group} if group.get("algorithm") == "muon" else dict(group) for group in groups]
+
+
 def check_dict(state_dict: object) -> None:
     """Raise a TypeError unless it is a dict."""
     if not isinstance(state_dict, dict):
@@ -118,7 +124,12 @@ def _part(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def check_loadable(optimizer: Muon, state_dict: Mapping[str, Any], owned: Owned | None = None) -> None:
-    """Raise a ValueError that says what is wrong if ``state_dict`` is not of an optimizer like this one."""
+    """Raise an error that says what is wrong if ``state_dict`` is not of an optimizer like this one.
+
+    Raises:
+        ValueError: it is of another optimizer, or an option is out of range or unknown.
+        TypeError: an option is of the wrong kind.
+    """
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(
@@ -142,7 +153,9 @@ def check_loadable(optimizer: Muon, state_dict: Mapping[str, Any], owned: Owned 
         lacking = sorted({"params", *OPTIONS[group["algorithm"]]} - other.keys())
         if lacking:
             raise ValueError(f"a {group['algorithm']} group of the state dict lacks {', '.join(lacking)}")
+        check_options(other)
         if group["algorithm"] == "muon":
+            check_rule(other["adjust_lr"], optimizer._rules)
             _check_variant(group, other)
         # Unequal lengths are torch's to report.
         for k, (parameter, index) in enumerate(zip(group["params"], other["params"], strict=False)):

@@ -110,7 +110,15 @@ class UpdateHooks:
         self._hooks: OrderedDict[int, tuple[UpdateHook, bool]] = OrderedDict()
 
     def register(self, hook: UpdateHook, orthogonality: bool) -> RemovableHandle:
-        """Have ``hook`` called from the next step on, until the handle's ``remove()``."""
+        """Have ``hook`` called from the next step on, until the handle's ``remove()``.
+
+        Raises:
+            TypeError: it cannot be called, or ``orthogonality`` is no bool.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable, got {hook!r}")
+        if not isinstance(orthogonality, bool):
+            raise TypeError(f"orthogonality must be True or False, got {orthogonality!r}")
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = (hook, orthogonality)
         return handle

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+_ADVICE = "Every rank must build the same model and pass the same arguments to dmuon.own"
 
 
 class Control:
@@ -62,11 +65,13 @@ class Control:
         self.agree(failure or {}, what)
         return result
 
-    def agree(self, facts: dict[str, Any] | Exception, what: str = "dmuon.own") -> None:
+    def agree(
+        self, facts: dict[str, Any] | Exception, what: str = "dmuon.own", advice: str = _ADVICE
+    ) -> None:
         """Raise on every rank unless all ranks hold equal ``facts``.
 
         A rank that failed before it knew its facts hands in the exception: the others then raise, too, instead of
-        waiting for it. ``what`` has failed then.
+        waiting for it. ``what`` has failed then. ``advice`` is for those that differ.
 
         Raises:
             RuntimeError: ranks differ, or another one failed.
@@ -83,9 +88,13 @@ class Control:
             for key in (key for key in every[0] if every[0][key] != other[key]):
                 here, there = _difference(every[0][key], other[key])
                 raise RuntimeError(
-                    f"ranks disagree on the {key}: rank 0 has {here}, rank {rank} has {there}. "
-                    "Every rank must build the same model and pass the same arguments to dmuon.own"
+                    f"ranks disagree on the {key}: rank 0 has {here}, rank {rank} has {there}. {advice}"
                 )
+
+
+def digest(facts: Mapping[str, Any]) -> int:
+    """A number, equal on ranks with equal ``facts`` and, as good as surely, on no others."""
+    return int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
 
 
 def _reason(error: Exception) -> str:

@@ -266,10 +266,13 @@ class Owned:
         lines += [f"  {note}" for note in self.plan.notes]
         return "\n".join(lines)
 
-    def finish(self) -> None:
-        """Bring all gradients to the masters. ``Muon.step`` and ``clip_grad_norm_`` do it. Collective."""
+    def finish(self, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Bring all gradients to the masters. ``Muon.step`` and ``clip_grad_norm_`` do it. Collective.
+
+        Before, ``check`` may raise what is wrong on this rank, and returns what must be equal on all.
+        """
         with self.statistics.phase("finish"):
-            self._runtime.finish()
+            self._runtime.finish(check)
 
     def settle(self, model: nn.Module | None) -> None:
         """Let the parameters that are not owned be sharded again, which an evaluation may have gathered, and their

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from dmuon.ownership.buckets import Bucket, OwnedMatrix
-from dmuon.ownership.control import Control
+from dmuon.ownership.control import Control, digest
 from dmuon.ownership.presence import Presence
 from dmuon.ownership.routes import Pending, Routes
 from dmuon.ownership.tensor_parallel import wrapped
@@ -77,27 +78,36 @@ class Reducer:
             self._open = False
             self._send_until(self._needed_rounds())
 
-    def finish(self) -> None:
+    def finish(self, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Bring this step's gradients to the masters. Collective: every rank calls it as often as the others.
 
         A parameter that had no gradient on any rank gets none.
 
+        Args:
+            check: raises what is wrong on this rank, and returns what must be equal on all.
+
         Raises:
-            RuntimeError: an owned parameter has been changed or removed, on this rank or on another.
+            RuntimeError: an owned parameter has been changed or removed, on this rank or on another; ``check`` raised
+                on another rank, or ranks differ in what it returned.
+            Exception: what ``check`` raises.
         """
         matrices = [matrix for bucket in self._buckets for matrix in bucket.matrices]
         failure: Exception | None = None
+        facts: dict[str, Any] = {}
         try:
+            facts |= check() if check else {}
             self._presence.check()
             for bucket in self._buckets:
                 bucket.check()
-        except RuntimeError as error:
+        except Exception as error:
             failure = error
-        failed, rounds, *arrived = self._control.largest(
-            [int(failure is not None), self._needed_rounds(), *(int(matrix.arrived) for matrix in matrices)]
+        mine, arrivals = digest(facts), [matrix.arrived for matrix in matrices]
+        failed, most, least, rounds, *arrived = self._control.largest(
+            [failure is not None, mine, -mine, self._needed_rounds(), *arrivals]
         )
-        if failed:
-            self._control.agree(failure or {}, "the step")
+        if failed or most != -least:
+            advice = "Give the optimizer equal groups and options on all ranks"
+            self._control.agree(failure or facts, "the step", advice)
         self._send_until(rounds)
         while self._pending:
             self._absorb_oldest()

@@ -35,12 +35,15 @@ class Runtime:
                 arrived = partial(self._arrived, index, matrix)
                 matrix.parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
-    def finish(self) -> None:
-        """Bring the gradients of all backwards since the last call to the masters. Collective."""
-        if self._used:
+    def finish(self, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Bring the gradients of all backwards since the last call to the masters. Collective.
+
+        ``check`` may raise before, and returns what must be equal on all ranks; all of them give one, or none does.
+        """
+        if self._used or check is not None:
             self._used = self._in_backward = False
             self._calls = [0] * len(self._calls)
-            self._reducer.finish()
+            self._reducer.finish(check)
 
     def _arrived(self, index: int, matrix: OwnedMatrix, parameter: Tensor) -> None:
         if not self._publisher.shown(index):
