@@ -26,14 +26,17 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dmuon.muon import Muon
 from dmuon.names import listed
+from dmuon.options import VARIANTS
 from dmuon.ownership import checkpoint_files, checkpoint_folder
 from dmuon.ownership.checkpoint_folder import EXTRA
 from dmuon.ownership.control import Control
 from dmuon.ownership.registry import ownership_of
-from dmuon.state import STATE, check_loadable, fill_state
+from dmuon.state import SECOND_MOMENT, STATE, check_loadable, fill_state, with_variants
 
 # Names are compared here, over all ranks. torch would object to a rank that has nothing of a model.
 _LENIENT = StateDictOptions(strict=False)
+
+_GROUP = "optimizer.param_groups."
 
 
 def save_checkpoint(
@@ -110,7 +113,8 @@ def load_checkpoint(
         optimizer: of ``model``; None leaves the saved state unread.
         strict: every name of the model and the optimizer must be in the checkpoint, and the other way round. If
             False, what both have is loaded and the rest stays as it is; the options of the optimizer's groups are
-            loaded if the groups hold the same parameters.
+            loaded if the groups hold the same parameters. In either case, options that Muon did not have yet are
+            taken for what leaves the update alone.
 
     Raises:
         FileNotFoundError: there is no checkpoint, on all ranks; a script that resumes by itself can begin anew.
@@ -128,7 +132,13 @@ def load_checkpoint(
     folder, metadata, opened = found
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
-        return _state_of(model, optimizer, metadata.state_dict_metadata), _unpack(folder, metadata)
+        saved = metadata.state_dict_metadata
+        state = _state_of(model, optimizer, saved)
+        for k, group in enumerate(state["optimizer"]["param_groups"] if optimizer is not None else ()):
+            for key in VARIANTS:
+                if f"{_GROUP}{k}.{key}" not in saved:
+                    group.pop(key, None)
+        return state, _unpack(folder, metadata)
 
     state, extra = ranks.together(prepare, "load_checkpoint")
     _check_names(state, metadata, ranks, strict)
@@ -137,6 +147,7 @@ def load_checkpoint(
         ours = state["optimizer"].pop("param_groups")
         groups = copy.deepcopy(ours)
         checkpoint_files.read(folder, {"optimizer": {"param_groups": groups}}, strict)
+        groups = with_variants(groups)
         if not ranks.together(lambda: _groups_fit(optimizer, groups, strict), "load_checkpoint"):
             groups = ours
     checkpoint_files.read(folder, state, strict)
@@ -229,10 +240,7 @@ def _refuse(
     flat: Mapping[str, Any], saved: Mapping[str, Any], missing: list[str], unexpected: list[str], strict: bool
 ) -> None:
     if strict and (missing or unexpected):
-        raise ValueError(
-            f"the checkpoint is of another model or optimizer: it lacks {listed(missing) or 'none'} and has "
-            f"{listed(unexpected) or 'none'} too many; strict=False loads what both have"
-        )
+        raise ValueError(f"{_reason(missing, unexpected)}; strict=False loads what both have")
     for name in flat.keys() & saved.keys():
         entry, value = saved[name], flat[name]
         tensors = isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor)
@@ -240,6 +248,35 @@ def _refuse(
             raise ValueError(
                 f"{name} is {tuple(entry.size)} in the checkpoint, but {tuple(value.shape)} here"
             )
+
+
+def _reason(missing: list[str], unexpected: list[str]) -> str:
+    """Why a checkpoint is refused that lacks some names and has others too many."""
+    reasons, names = [], [*missing, *unexpected]
+    second = [name for name in names if name.endswith(f".{SECOND_MOMENT}")]
+    # Of a whole group that one side has not, the algorithm is among the names.
+    apart = tuple(name.removesuffix("algorithm") for name in names if name.endswith(".algorithm"))
+    added = [name for name in names if name.startswith(_GROUP) and not name.startswith(apart)]
+    if len(second) + len(added) < len(names):
+        reasons.append(
+            f"the checkpoint is of another model or optimizer: it lacks {listed(missing) or 'none'} and has "
+            f"{listed(unexpected) or 'none'} too many"
+        )
+    if second:
+        with_it, without, value = "checkpoint", "optimizer", "as it was saved"
+        if second[0] in missing:
+            with_it, without, value = "optimizer", "checkpoint", "None"
+        reasons.append(
+            f"the {with_it} has NorMuon's second moment, the {without} has not: build the optimizer with "
+            f"normuon_beta2={value} to load this, and set it in param_groups then to go on with the other"
+        )
+    if added:
+        when, where = ("after", "checkpoint's") if added[0] in missing else ("before", "optimizer's")
+        keys = sorted({name.removeprefix(_GROUP).split(".")[1] for name in added})
+        reasons.append(
+            f"the {where} groups lack {listed(keys)}: build the learning-rate scheduler {when} loading"
+        )
+    return "; ".join(reasons)
 
 
 def _groups_fit(optimizer: Muon, groups: list[dict[str, Any]], strict: bool) -> bool:

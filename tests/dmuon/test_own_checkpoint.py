@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from own_models import HOW, build, mesh_of
@@ -89,8 +90,14 @@ def page(folder: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile("\n".join(blocks), "checkpoints.md", "exec"), names)
-    assert names["start"] == 1 and len(blocks) == 4
+    torch.manual_seed(dist.get_rank())  # generators that differ by rank
+    for block in blocks:
+        exec(compile(block, "checkpoints.md", "exec"), names)
+        if "set_rng_state" in block:
+            states = names["states"]
+            assert not torch.equal(states[0], states[1])
+            assert torch.equal(torch.get_rng_state(), states[dist.get_rank()])
+    assert names["start"] == 1 and len(states) == 2 and len(blocks) == 5
 
 
 def test_the_page_runs(tmp_path: Path) -> None:

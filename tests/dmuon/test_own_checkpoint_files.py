@@ -234,6 +234,63 @@ def test_names_and_shapes_are_compared_before_anything_is_loaded(tmp_path: Path)
     assert larger.late.weight in set(resumed.param_groups[0]["params"])
 
 
+@pytest.mark.case(row="A5")
+def test_a_checkpoint_from_before_the_variants_loads(tmp_path: Path) -> None:
+    model, optimizer = trained(2)
+    state = dcp.state_dict.get_optimizer_state_dict(model, optimizer)
+    for group in state["param_groups"]:
+        for key in ("normuon_beta2", "cautious_decay", "stochastic_rounding"):
+            group.pop(key, None)
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / "run")
+    other = build(seed=7)
+    resumed = dmuon.Muon(other, **{**HOW, "lr": 0.7}, cautious_decay=True)
+    dmuon.load_checkpoint(tmp_path / "run", other, resumed)
+    # What it did then, as load_state_dict has it.
+    assert [group["lr"] for group in resumed.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    assert resumed.param_groups[0]["cautious_decay"] is False
+    for each in (model, optimizer), (other, resumed):
+        train(*each, range(2, 3))
+    assert same(model, other)
+    with pytest.raises(ValueError, match="the optimizer has NorMuon's second moment, the checkpoint has not"):
+        dmuon.load_checkpoint(tmp_path / "run", other, dmuon.Muon(other, **HOW, normuon_beta2=0.9))
+
+
+@pytest.mark.case(row="A5")
+def test_options_and_schedulers_that_one_side_has(tmp_path: Path) -> None:
+    def schedule(optimizer: dmuon.Muon) -> dmuon.Muon:
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.1], total_steps=9)
+        return optimizer
+
+    def refused(path: Path, optimizer: dmuon.Muon, *messages: str) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        with pytest.raises(ValueError) as found:
+            dmuon.load_checkpoint(path, model, optimizer)
+        assert all(message in str(found.value) for message in messages), str(found.value)
+        assert ("another model" in str(found.value)) == ("another model" in messages)
+        assert ("scheduler" in str(found.value)) == (before in messages or after in messages)
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+        dmuon.load_checkpoint(path, model, optimizer, strict=False)
+
+    model = build()
+    plain, normuon = dmuon.Muon(model, **HOW), dmuon.Muon(model, **HOW, normuon_beta2=0.9)
+    scheduled = schedule(dmuon.Muon(model, **HOW, normuon_beta2=0.9))
+    paths = {name: tmp_path / name for name in ("plain", "normuon", "scheduled")}
+    for name, optimizer in (("plain", plain), ("normuon", normuon), ("scheduled", scheduled)):
+        dmuon.save_checkpoint(paths[name], model, optimizer)
+    second = "has NorMuon's second moment, the"
+    before, after = (f"build the learning-rate scheduler {when} loading" for when in ("before", "after"))
+    refused(
+        paths["normuon"], plain, f"the checkpoint {second} optimizer has not", "normuon_beta2=as it was saved"
+    )
+    refused(paths["plain"], normuon, f"the optimizer {second} checkpoint has not", "normuon_beta2=None")
+    refused(paths["scheduled"], normuon, "the optimizer's groups lack 'base_momentum', 'initial_lr'", before)
+    refused(paths["normuon"], scheduled, "the checkpoint's groups lack 'base_momentum', 'initial_lr'", after)
+    refused(paths["scheduled"], plain, f"the checkpoint {second} optimizer has not", before)
+    dmuon.load_checkpoint(paths["scheduled"], model, schedule(dmuon.Muon(model, **HOW, normuon_beta2=0.9)))
+    one = dmuon.Muon([p for p in model.named_parameters() if p[1].ndim == 2], **HOW)
+    refused(paths["plain"], one, "another model")
+
+
 def grouped(frozen: bool) -> tuple[nn.Module, dmuon.Muon]:
     model = build()
     blocks = [list(block.named_parameters(prefix=f"blocks.{k}")) for k, block in enumerate(model.blocks)]
