@@ -97,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         if owned not in self._agreed:
             # Once: ranks that are not all enabled would wait for each other; the scales are compared at each step.
             facts = {"scaler's being enabled": self.is_enabled(), "scaler's state": self.state_dict()}
-            owned.control.agree(facts, "dmuon.GradScaler")
+            owned.control.agree(facts, "dmuon.GradScaler", "Every rank must make its GradScaler alike")
             self._agreed.add(owned)
         view = self._views.setdefault(optimizer, _View(self, optimizer, owned))
         return cast(torch.optim.Optimizer, view)

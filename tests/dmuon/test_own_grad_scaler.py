@@ -208,7 +208,7 @@ def test_ranks_whose_scalers_differ_all_raise() -> None:
             told
         )
         assert "'scale': 64.0" in told["init"] and "'scale': 1024.0" in told["init"]
-        assert "'growth_factor': 3.0" in told["unscale"]
+        assert "'growth_factor': 3.0" in told["unscale"] and "make its GradScaler alike" in told["unscale"]
         assert "being enabled: rank 0 has True, rank 1 has False" in told["enabled"]
         assert "being enabled: rank 0 has False, rank 1 has True" in told["enabled, unscale"]
         assert "rank 0 has 16, rank 1 has 8" in told["update"]
