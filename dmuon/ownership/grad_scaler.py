@@ -124,6 +124,7 @@ class _View:
                 "compute_dtype=torch.float16"
             )
         self._owned.finish()
+        self._owned.end_accumulation()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         weights = [self._owned.masters_of.get(parameter, parameter) for parameter in parameters]
         gradients = [local(weight.grad) for weight in weights if weight.grad is not None]

@@ -107,7 +107,12 @@ def own(
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     distributed = is_distributed(model)
-    control = Control(range(dist.get_world_size()), timeout)
+    try:
+        control = Control(range(dist.get_world_size()), timeout)
+    except RuntimeError:
+        # The others have not come; if that is due to this rank, its own error says why.
+        check_mesh(mesh, alone=not distributed)
+        raise
     policy = policy or MatrixPolicy()
     routings: list[Routing] = []
     tensor_mesh: DeviceMesh | None = None
@@ -274,6 +279,13 @@ class Owned:
         with self.statistics.phase("finish"):
             self._runtime.finish(check)
 
+    def end_accumulation(self) -> None:
+        """Warn if anything is added to the gradients before they are dropped: a step has had them, or skips them.
+
+        ``Muon.step`` and ``GradScaler.unscale_`` do it.
+        """
+        self._reducer.stepped = True
+
     def settle(self, model: nn.Module | None) -> None:
         """Let the parameters that are not owned be sharded again, which an evaluation may have gathered, and their
         gradients be placed as they are. ``Muon.step`` and ``clip_grad_norm_`` do it; ``model`` may be gone.
@@ -321,7 +333,7 @@ class Owned:
         with self.statistics.phase("update"):
             for master in run(sorted(updates, key=lambda update: self._publisher.place(update.parameter))):
                 self._publisher.moved(master)
-        self._reducer.stepped = True
+        self.end_accumulation()
         if self._debug:
             self.check_consistency()
 

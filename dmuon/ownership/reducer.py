@@ -49,7 +49,7 @@ class Reducer:
         self._next, self._rounds, self._open = len(buckets) - 1, 0, False
         self.synchronizing = True
         self.stepped = False
-        """Whether there was a step since gradients were last dropped."""
+        """Whether there was a step, perhaps a skipped one, since gradients were last dropped."""
 
     def arrived(self, index: int, matrix: OwnedMatrix) -> None:
         """A gradient of ``matrix``, of bucket ``index``, has accumulated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,3 +270,27 @@ def test_computing_in_fp16_is_what_it_is_for_and_masters_in_fp16_are_refused() -
     for refused, trained in run_ranks(2, half):
         assert "own an fp32 model" in refused
         assert trained
+
+
+def undropped() -> list[list[str]]:
+    """What is warned of at steps of which the first overflows, while only the model's gradients are dropped."""
+    model = build()
+    wrap(model, mesh_of())
+    optimizer, scaler = dmuon.Muon(model, **HOW), dmuon.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for step in range(2):
+        loss = loss_of(model(batch(step, 2)[0]), batch(step, 2)[1])
+        scaler.scale(loss * float("inf") if step == 0 else loss).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        found.append([str(warning.message) for warning in caught])
+    return found
+
+
+def test_an_inf_that_nobody_drops_is_warned_of() -> None:
+    for first, second in run_ranks(2, undropped):
+        assert not first
+        assert any("which nobody dropped: call optimizer.zero_grad()" in text for text in second)
