@@ -113,6 +113,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 
     if rank == 0:
         print(owned.describe(), f"from step {start}", sep="\n", flush=True)
+        if start >= arguments.steps:
+            print(f"{last} is at step {start} already: give more --steps to go on")
     text, batches, losses = read_text(), torch.Generator(), []
     for step in range(start, arguments.steps):
         # By the step, so that a run that goes on draws what it would have drawn.

@@ -122,6 +122,8 @@ def train(name: str, options: argparse.Namespace) -> Curve:
         schedule.load_state_dict(saved["schedule"])
         batches.set_state(saved["batches"])
         start, curve = saved["step"], saved["curve"]
+        if start >= steps:
+            print(f"{last} is at step {start} already: give more --steps to go on")
     for step in range(start, steps + 1):
         if step % EVALUATE_EVERY == 0 or step == steps:
             with torch.no_grad():

@@ -119,6 +119,9 @@ def main() -> None:
     final, weights = options.out / "final", dmuon.full_state_dict(model.model)  # whole, for from_pretrained
     if trainer.is_global_zero:
         model.model.save_pretrained(final, state_dict=weights)
+        if not model.losses:
+            print(f"{options.out} is at step {trainer.global_step} already: give more --epochs to go on")
+            return
         first, last = (sum(part) / len(part) for part in (model.losses[:5], model.losses[-5:]))
         print(f"loss {first:.3f} at first, {last:.3f} at last; model saved to {final}")
 

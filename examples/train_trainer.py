@@ -20,6 +20,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 import dmuon
 from dmuon.integrations.transformers import MuonTrainer
@@ -95,7 +96,13 @@ def main() -> None:
         trainer = MuonTrainer(model, arguments, train_dataset=data, muon=MUON)
     else:
         trainer = Trainer(model, arguments, train_dataset=data, optimizers=(dmuon.Muon(model, **MUON), None))
-    trainer.train(resume_from_checkpoint=options.resume)
+    last = get_last_checkpoint(str(options.out)) if options.resume else None
+    if last and int(last.rpartition("-")[2]) >= options.steps:
+        # The Trainer would take one step more.
+        if trainer.is_world_process_zero():
+            print(f"{last} is there already: give more --steps to go on")
+        return
+    trainer.train(resume_from_checkpoint=last)
 
     final = options.out / "final"
     trainer.save_model(str(final))  # whole, for from_pretrained

@@ -125,6 +125,7 @@ def test_a_trainer_learns_and_resumes(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "one" / "checkpoint-20", tmp_path / "other" / "checkpoint-20")
     run("train_trainer.py", 1, tmp_path / "other", "--resume")
     check_equal(tmp_path / "one", tmp_path / "other")
+    assert "checkpoint-40 is there already" in run("train_trainer.py", 1, tmp_path / "other", "--resume")
 
 
 @pytest.mark.slow
@@ -163,6 +164,8 @@ def test_lightning_learns_and_resumes(ranks: int, tmp_path: Path) -> None:
         shutil.copy(saved, place)
         resumed = run("train_lightning.py", ranks, tmp_path / "other", "--resume")
         assert losses_in(resumed)[0] < 0.75 * losses_in(printed)[0]
+        again = run("train_lightning.py", ranks, tmp_path / "other", "--resume")
+        assert "is at step 40 already" in again
     else:
         shutil.copytree(saved, place)
         run("train_lightning.py", ranks, tmp_path / "other", "--resume")

@@ -111,8 +111,7 @@ def test_muon_needs_at_most_three_quarters_of_the_steps(tmp_path: Path) -> None:
     assert float(match[1]) <= 0.75
     losses = re.search(r"loss ([0-9.]+) at first, ([0-9.]+) at last", printed)
     assert losses is not None and float(losses[2]) < 0.5 * float(losses[1])
-    # Trained to the end, it has nothing left to do.
-    assert (
-        run("--device", "cpu", "--out", str(tmp_path), "--resume").splitlines()[-2:]
-        == printed.splitlines()[-2:]
-    )
+    # Trained to the end, it has nothing left to do, and says so.
+    again = run("--device", "cpu", "--out", str(tmp_path), "--resume")
+    assert again.splitlines()[-2:] == printed.splitlines()[-2:]
+    assert f"{tmp_path / 'Muon.pt'} is at step 300 already" in again

@@ -42,8 +42,9 @@ def test_the_example_goes_on_elsewhere(tmp_path: Path) -> None:
     assert "24 owned parameters on 4 ranks" in printed and "from step 12" in printed
     printed += torchrun(1, example, "--steps", "31", *out)
     assert "from step 21" in printed
-    steps = [int(step) for step in re.findall(r"step +([0-9]+) ", printed)]
+    steps = [int(step) for step in re.findall(r"step +([0-9]+)  loss", printed)]
     assert steps == [0, 10, 11, 20, 30]
+    assert f"{tmp_path / 'last'} is at step 31 already" in torchrun(1, example, "--steps", "31", *out)
     losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", printed)]
     # Had a run begun anew, its loss would be the first again.
     assert max(losses[1:]) < 0.6 * losses[0] and losses[-1] < min(losses[:-1])
