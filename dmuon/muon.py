@@ -84,10 +84,10 @@ class Muon(torch.optim.Optimizer):
             installs that mode of :mod:`dmuon.autotune` for the whole process.
         maximize: ascend instead of descending; the momentum averages the gradient as it is.
         normuon_beta2: NorMuon: divide the rows of O by the roots of their second moments, which are averaged by this
-            coefficient in [0, 1), and give it back its norm. None for Muon.
+            coefficient in [0, 1), and give it back its norm. 0 knows this step's rows alone; None for Muon.
         cautious_decay: decay only those entries of matrices whose sign is that of the update.
         stochastic_rounding: round bf16 matrices and their momentum up or down at random, so that they are right on
-            average; by a generator of its own, seeded from torch's for CPUs at every step.
+            average; by a generator of its own, seeded from torch's for CPUs at every step that rounds any.
 
     Raises:
         ValueError: a value out of range, an unknown name, no parameters, a model without a matrix, or a
@@ -154,7 +154,7 @@ class Muon(torch.optim.Optimizer):
         self._model: ref[nn.Module] | None = None
         if isinstance(model_or_params, nn.Module):
             self._model = ref(model_or_params)
-            model_or_params = self._route(model_or_params)
+            model_or_params, self._matrices = self._route(model_or_params)
         elif isinstance(model_or_params, (str, Mapping)) or not isinstance(model_or_params, Iterable):
             raise TypeError(
                 "Muon takes a module or an iterable of parameters, (name, parameter) pairs or group dicts, "
@@ -168,15 +168,13 @@ class Muon(torch.optim.Optimizer):
 
             install(mode=autotune)
 
-    def _route(self, model: nn.Module) -> Params:
-        """The trainable parameters by name, their matrices noted in ``self._matrices``."""
-        if self._owned is not None:
-            from dmuon.ownership.routing import groups_of_owned
+    def _route(self, model: nn.Module) -> tuple[Params, dict[Tensor, Matrices]]:
+        """The trainable parameters by name, and the matrices of all."""
+        if self._owned is None:
+            return route_model(model, self._policy)
+        from dmuon.ownership.routing import groups_of_owned
 
-            groups, self._matrices = groups_of_owned(model, self._owned)
-            return groups
-        pairs, self._matrices = route_model(model, self._policy)
-        return pairs
+        return groups_of_owned(model, self._owned)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group dict as the constructor takes them; it may become two groups, Muon's and AdamW's.
@@ -286,12 +284,16 @@ class Muon(torch.optim.Optimizer):
     def register_update_hook(self, hook: UpdateHook, *, orthogonality: bool = False) -> RemovableHandle:
         """Have ``hook`` called after every step with a :class:`~dmuon.update_hooks.MatrixUpdate` of each matrix moved.
 
-        Of an owned model, on the matrix's owner; a tensor-parallel one takes none. While there are hooks, torch's
-        operations make the steps that kernels make otherwise. Copies have none. The handle's ``remove()`` removes it.
+        One that raises leaves the step done. Of an owned model, on the matrix's owner; a tensor-parallel one takes
+        none. While there are any, torch's operations make the steps that kernels make otherwise. Copies have none.
+        The handle's ``remove()`` removes it.
 
         Args:
             hook: who reads a number from one of the update's tensors waits for the device.
             orthogonality: measure its error, too, at the price of one product for each matrix.
+
+        Raises:
+            TypeError: ``hook`` cannot be called, or ``orthogonality`` is no bool.
         """
         if self._owned is not None:
             self._owned.check_hooks()
