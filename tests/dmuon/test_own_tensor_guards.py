@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -76,6 +77,18 @@ def test_what_own_would_lose_is_refused_on_all_ranks() -> None:
             assert "'blocks.1.q.weight' is still referred to" in found[name]
             assert found[name].endswith("; changed []")
         assert "parallelize_module comes before dmuon.own" in found["not parallelized"]
+
+
+def left_alone() -> str:
+    """The last rank calls ``own`` of a model that it has not divided, and the others never do."""
+    model, mesh = build(), mesh_of(2)
+    if dist.get_rank() == 0:
+        return ""
+    return outcome(lambda: dmuon.own(model, mesh["shard"], timeout=timedelta(seconds=1)))
+
+
+def test_a_rank_that_nobody_joins_says_what_is_wrong_with_it() -> None:
+    assert "parallelize_module comes before dmuon.own" in run_ranks(2, left_alone)[1]
 
 
 def writes() -> dict[str, str]:
