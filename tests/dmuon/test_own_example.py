@@ -47,7 +47,7 @@ def test_the_example_goes_on_elsewhere(tmp_path: Path) -> None:
     assert f"{tmp_path / 'last'} is at step 31 already" in torchrun(1, example, "--steps", "31", *out)
     losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", printed)]
     # Had a run begun anew, its loss would be the first again.
-    assert max(losses[1:]) < 0.6 * losses[0] and losses[-1] < min(losses[:-1])
+    assert max(losses[1:]) < 0.6 * losses[0] and sum(losses[3:]) < sum(losses[1:3])
 
 
 @pytest.mark.slow
@@ -71,4 +71,4 @@ def test_the_example_goes_on_with_and_without_tensor_parallelism(tmp_path: Path)
     printed += torchrun(2, example, "--steps", "41", *out)
     assert "from step 21" in printed and "from step 31" in printed
     losses = [float(loss) for loss in re.findall(r"step .* loss ([0-9.]+)", printed)]
-    assert len(losses) == 5 and losses[-1] < min(losses[:-1]) and max(losses[1:]) < 0.6 * losses[0]
+    assert len(losses) == 5 and losses[-1] < losses[1] and max(losses[1:]) < 0.6 * losses[0]
