@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class OwnedMatrix:
             assert isinstance(self.parameter, DTensor)
             if gradient.placements != self.parameter.placements:
                 # Perhaps still to be added up over its mesh.
-                gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
+                gradient = cast(DTensor, gradient.to(torch.promote_types(gradient.dtype, dtype)))
             gradient = gradient.redistribute(placements=self.parameter.placements).to_local()
         self.arrived = True
         if self.unsent is not None:
