@@ -146,6 +146,7 @@ def load_checkpoint(
     if optimizer is not None:
         ours = state["optimizer"].pop("param_groups")
         groups = copy.deepcopy(ours)
+        _take_tensors(groups, metadata)
         checkpoint_files.read(folder, {"optimizer": {"param_groups": groups}}, strict)
         groups = with_variants(groups)
         if not ranks.together(lambda: _groups_fit(optimizer, groups, strict), "load_checkpoint"):
@@ -234,6 +235,15 @@ def _check_names(state: dict[str, Any], metadata: Metadata, ranks: Control, stri
     missing = sorted({name for _, names in every for name in names})
     unexpected = sorted(name for name, found in zip(saved, somewhere, strict=True) if not found)
     ranks.together(lambda: _refuse(flat, saved, missing, unexpected, strict), "load_checkpoint")
+
+
+def _take_tensors(groups: list[dict[str, Any]], metadata: Metadata) -> None:
+    """Have room for options that were saved as tensors and are numbers here, as a learning rate may be."""
+    for k, group in enumerate(groups):
+        for key, value in group.items():
+            entry = metadata.state_dict_metadata.get(f"{_GROUP}{k}.{key}")
+            if isinstance(entry, TensorStorageMetadata) and not isinstance(value, Tensor):
+                group[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def _refuse(

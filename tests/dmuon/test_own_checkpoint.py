@@ -116,3 +116,17 @@ def test_resumes_everywhere(by: str, ranks: int, tmp_path: Path) -> None:
         Session(4, 5, 1, own=ZERO2, by=by),
     ):
         check(tmp_path, [resumed])
+
+
+@pytest.mark.case(row="A5")
+def test_a_learning_rate_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    """A number or a tensor, whatever the optimizer here was built with; so does load_state_dict."""
+    rates = {"number": 0.05, "tensor": torch.tensor(0.05)}
+    for name, rate in rates.items():
+        model = build(seed=3)
+        dmuon.save_checkpoint(tmp_path / name, model, dmuon.Muon(model, lr=rate))
+        for other in (0.7, torch.tensor(0.7)):
+            resumed = dmuon.Muon(model, lr=other)
+            dmuon.load_checkpoint(tmp_path / name, model, resumed)
+            found = resumed.param_groups[0]["lr"]
+            assert float(found) == float(rate), (name, other)
