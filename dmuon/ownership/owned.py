@@ -102,8 +102,9 @@ def own(
         ValueError: the mesh does not fit the process group or the tensor-parallel mesh, the policy finds no matrix or
             one that is neither a plain ``nn.Parameter`` nor a DTensor of Shard or Replicate, the plan is for other
             parameters, ``buckets`` holds a module of another model, the model is owned or wrapped already, has
-            gradients, is tensor-parallel and on the meta device, or is not on the mesh's device, or ``DMUON_DEBUG``
-            is neither 0 nor 1. It is raised on the rank that finds it; the others raise a RuntimeError that quotes it.
+            gradients, is tensor-parallel and on the meta device or has matrices with gradient hooks or that a graph
+            or a view refers to, or is not on the mesh's device, or ``DMUON_DEBUG`` is neither 0 nor 1. It is
+            raised on the rank that finds it; the others raise a RuntimeError that quotes it.
         RuntimeError: the ranks disagree on names, shapes, dtypes, options or the plan.
     """
     distributed = is_distributed(model)
