@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 
 _LIBRARY = "dmuon."
+_PARSING = Lock()
+"""Python 3.11 counts the depth of a tree for all threads together, and fails where two of them parse."""
 
 
 @lru_cache
@@ -31,7 +34,9 @@ def source_digest(module: str) -> str:
         path = _origin(name)
         if name not in found and path is not None:
             found[name] = path.read_bytes()
-            pending += _imported(ast.parse(found[name]))
+            with _PARSING:
+                tree = ast.parse(found[name])
+            pending += _imported(tree)
     digest = hashlib.sha256()
     for name in sorted(found):
         digest.update(f"{name} {len(found[name])}\n".encode())

@@ -164,7 +164,7 @@ def test_lightning_learns_and_resumes(ranks: int, tmp_path: Path) -> None:
         shutil.copy(saved, place)
         resumed = run("train_lightning.py", ranks, tmp_path / "other", "--resume")
         assert losses_in(resumed)[0] < 0.75 * losses_in(printed)[0]
-        again = run("train_lightning.py", ranks, tmp_path / "other", "--resume")
+        again = run("train_lightning.py", ranks, tmp_path / "one", "--resume")
         assert "is at step 40 already" in again
     else:
         shutil.copytree(saved, place)
