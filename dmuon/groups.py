@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dmuon.options import OPTIONS, check_keys, check_options
 from dmuon.ownership.absent import is_owned
 from dmuon.policy import Matrix, MatrixPolicy, reasons_of
-from dmuon.shards import local
+from dmuon.shards import is_shared, local
 from dmuon.slots import slots_of_model, slots_of_named
 
 Matrices = tuple[Matrix, ...]
@@ -150,7 +150,7 @@ def _matrices(
         if algorithm == "muon" and not routing.matrices:
             raise ValueError(f"algorithm 'muon' needs matrices, but {label} is none: {routing.reason}")
         matrices = routing.matrices
-    if matrices and hasattr(tensor, "device_mesh"):
+    if matrices and is_shared(tensor):
         if is_owned(tensor):
             return matrices
         raise ValueError(

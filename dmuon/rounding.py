@@ -56,10 +56,12 @@ class StochasticRounding:
 
 def is_due(groups: Iterable[Mapping[str, Any]], owned: Owned | None) -> bool:
     """Whether a step rounds anything, here or, of an owned model, on another rank."""
+    rounding = [group for group in groups if group.get("stochastic_rounding")]
+    if not rounding:
+        return False
     dtypes = {} if owned is None else {owned.parameters[name]: dtype for name, dtype in owned.dtypes.items()}
     return any(
         dtypes.get(parameter, parameter.dtype) == torch.bfloat16
-        for group in groups
-        if group.get("stochastic_rounding")
+        for group in rounding
         for parameter in group["params"]
     )

@@ -5,6 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, found out without loading these."""
+    return hasattr(tensor, "device_mesh")
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its storage; any other tensor itself.
 

@@ -14,6 +14,7 @@ from dmuon.lr_adjust import check_rule
 from dmuon.matrix import Matrix
 from dmuon.options import OPTIONS, VARIANTS, check_options
 from dmuon.ownership.absent import is_owned
+from dmuon.shards import is_shared
 from dmuon.slots import clean
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def check_dict(state_dict: object) -> None:
 
 def _part(value: Tensor, weight: Tensor) -> Tensor:
     """What of a loaded momentum belongs to an owner's ``weight``, which may be a tensor-parallel shard."""
-    if not hasattr(weight, "device_mesh"):
+    if not is_shared(weight):
         return value
     from dmuon.ownership.sharded import shard_of
 
@@ -189,11 +190,18 @@ def _names(groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 def _check_variant(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     ours, theirs = group["normuon_beta2"], saved["normuon_beta2"]
     if (ours is None) != (theirs is None):
-        with_it, without = ("optimizer", "state dict") if theirs is None else ("state dict", "optimizer")
-        raise ValueError(
-            f"the {with_it} has NorMuon's second moment, the {without} has not: build the optimizer with "
-            f"normuon_beta2={theirs} to load this, and set it in param_groups then to go on with the other"
-        )
+        raise ValueError(second_moment_apart("state dict", theirs))
+
+
+def second_moment_apart(source: str, beta2: object) -> str:
+    """What to say where ``source``, of this ``normuon_beta2``, has a second moment and the optimizer not, or the other
+    way round.
+    """
+    with_it, without = ("optimizer", source) if beta2 is None else (source, "optimizer")
+    return (
+        f"the {with_it} has NorMuon's second moment, the {without} has not: build the optimizer with "
+        f"normuon_beta2={beta2} to load this, and set it in param_groups then to go on with the other"
+    )
 
 
 def _expected_shapes(
@@ -224,8 +232,7 @@ def _check_state(
             raise ValueError(
                 f"the saved {key} of parameter {label} has shape {tuple(value.shape)}, not {shapes[key]}"
             )
-        sharded = type(parameter).__name__ == "DTensor" and not is_owned(parameter)
-        if sharded and type(value).__name__ != "DTensor":
+        if is_shared(parameter) and not is_owned(parameter) and not is_shared(value):
             raise ValueError(
                 f"the saved {key} of parameter {label} is whole, but the parameter is sharded: load it with "
                 "set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))"

@@ -31,7 +31,14 @@ from dmuon.ownership import checkpoint_files, checkpoint_folder
 from dmuon.ownership.checkpoint_folder import EXTRA
 from dmuon.ownership.control import Control
 from dmuon.ownership.registry import ownership_of
-from dmuon.state import SECOND_MOMENT, STATE, check_loadable, fill_state, with_variants
+from dmuon.state import (
+    SECOND_MOMENT,
+    STATE,
+    check_loadable,
+    fill_state,
+    second_moment_apart,
+    with_variants,
+)
 
 # Names are compared here, over all ranks. torch would object to a rank that has nothing of a model.
 _LENIENT = StateDictOptions(strict=False)
@@ -273,13 +280,7 @@ def _reason(missing: list[str], unexpected: list[str]) -> str:
             f"{listed(unexpected) or 'none'} too many"
         )
     if second:
-        with_it, without, value = "checkpoint", "optimizer", "as it was saved"
-        if second[0] in missing:
-            with_it, without, value = "optimizer", "checkpoint", "None"
-        reasons.append(
-            f"the {with_it} has NorMuon's second moment, the {without} has not: build the optimizer with "
-            f"normuon_beta2={value} to load this, and set it in param_groups then to go on with the other"
-        )
+        reasons.append(second_moment_apart("checkpoint", None if second[0] in missing else "as it was saved"))
     if added:
         when, where = ("after", "checkpoint's") if added[0] in missing else ("before", "optimizer's")
         keys = sorted({name.removeprefix(_GROUP).split(".")[1] for name in added})

@@ -22,6 +22,7 @@ from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.reference import relative_error, tolerance
 from dmuon.matrix import Matrix
 from dmuon.matrix_step import MatrixStep
+from dmuon.options import VARIANTS
 from dmuon.planner.costs import STEP, StepCosts
 from dmuon.planner.items import Item, Shape
 from dmuon.tuning_cache import Store, Trial
@@ -36,9 +37,7 @@ _GROUP = {
     "nesterov": True,
     "adjust_lr": "none",
     "maximize": False,
-    "normuon_beta2": None,
-    "cautious_decay": False,
-    "stochastic_rounding": False,
+    **VARIANTS,
 }
 
 

@@ -12,7 +12,7 @@ from ptx import Memory, run
 from ptx.mutate import survivors
 from ptx.report import Report
 from torch import Tensor
-from triton_products import beyond, call_of, check_resources, compiled, fill, matrices, sass
+from triton_products import call_of, check_resources, compiled, fill, matrices, sass, symmetric_case
 
 from dmuon.kernels.gpu.arch import ARCHS
 from dmuon.kernels.gpu.binary import Binary
@@ -99,31 +99,13 @@ def check(
     m: int,
     n: int,
     multiprocessors: int,
-    *,
-    dtype: str = "bf16",
-    out_dtype: str = "bf16",
-    by_columns: bool = False,
-    padding: int = 8,
-    added: str = "",
+    **options: Any,
 ) -> None:
-    """Integers, so that the result is exact. ``added`` is "" for no C, "C", or "out" for C in the result's place."""
-    square = op != "gram"
-    A = fill(matrices(batch, m, n, dtype, by_columns=by_columns, padding=padding), 1, symmetric=square)
-    B = fill(matrices(batch, m, n, dtype, padding=padding), 2, symmetric=True) if square else None
-    out = matrices(batch, m, m, out_dtype, padding=padding)
-    separate = fill(matrices(batch, m, m, out_dtype, padding=padding), 3, symmetric=True)
-    C = {"": None, "C": separate, "out": out}[added]
-    beta = 3.0 if added else 0.0
-    product = 2 * (A.double() @ (A.mT if B is None else B).double()) + beta * separate.double()
-    lower = (product - 5 * torch.eye(m)).tril()
-    around = beyond(out)
-    call = call_of(op, A, B, C, out, 2.0, beta, -5.0)
+    case = symmetric_case(op, batch, m, n, **options)
     for seed in (None, 1):
-        out.copy_(separate if added == "out" else torch.full_like(out, torch.nan))
-        tensors = [tensor for tensor in (A, B, separate, out) if tensor is not None]
-        execute(call, config, arch, tensors, multiprocessors=multiprocessors, seed=seed)
-        assert torch.equal(out, (lower + lower.tril(-1).mT).to(out.dtype)), seed
-        assert torch.equal(beyond(out), around)
+        case.begin()
+        execute(case.call, config, arch, case.tensors, multiprocessors=multiprocessors, seed=seed)
+        case.verify(seed)
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])

@@ -10,7 +10,6 @@ import torch
 from ptx import Memory, run
 from ptx.mutate import survivors
 from triton_products import (
-    beyond,
     call_of,
     check_resources,
     compiled,
@@ -19,6 +18,7 @@ from triton_products import (
     interpret,
     matrices,
     sass,
+    symmetric_case,
 )
 
 from dmuon.kernels.gpu.arch import ARCHS
@@ -37,38 +37,16 @@ def check(
     op: str,
     config: dict[str, Any],
     arch: str,
-    batch: int,
-    m: int,
-    n: int,
-    *,
-    dtype: str = "bf16",
-    out_dtype: str = "bf16",
-    by_columns: bool = False,
-    padding: int = 8,
-    added: str = "",
+    *sizes: int,
     seeds: tuple[int | None, ...] = (None, 1),
+    **options: Any,
 ) -> None:
-    """Integers, so that the result is exact. ``added`` is "" for no C, "C", or "out" for C in the result's place."""
-    square = op != "gram"
-    A = fill(matrices(batch, m, n, dtype, by_columns=by_columns, padding=padding), 1, symmetric=square)
-    B = fill(matrices(batch, m, n, dtype, padding=padding), 2, symmetric=True) if square else None
-    out = matrices(batch, m, m, out_dtype, padding=padding)
-    separate = fill(matrices(batch, m, m, out_dtype, padding=padding), 3, symmetric=True)
-    C = {"": None, "C": separate, "out": out}[added]
-    alpha, beta, diag = 2.0, 3.0 if added else 0.0, -5.0
-    product = A.double() @ (A.mT if B is None else B).double()
-    lower = alpha * product + diag * torch.eye(m, dtype=torch.float64)
-    lower = lower + beta * separate.double() if added else lower
-    expected = (lower.tril() + lower.tril(-1).mT).to(out.dtype)
-    around = beyond(out)
-    call = call_of(op, A, B, C, out, alpha, beta, diag)
+    case = symmetric_case(op, *sizes, **options)
     for seed in seeds:
-        out.copy_(separate if added == "out" else torch.full_like(out, torch.nan))
-        tensors = [tensor for tensor in (A, B, separate, out) if tensor is not None]
-        report = execute(SYMMETRIC, call, config, arch, tensors, seed)
-        assert torch.equal(out, expected), (seed, (out.double() - expected.double()).abs().max())
-        assert torch.equal(beyond(out), around)
-        assert report.stored == [0] * (len(tensors) - 1) + [out.numel() * out.itemsize]
+        case.begin()
+        report = execute(SYMMETRIC, case.call, config, arch, case.tensors, seed)
+        case.verify(seed)
+        assert report.stored == [0] * (len(case.tensors) - 1) + [case.out.numel() * case.out.itemsize]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,55 @@ def call_of(
     """Scalars are alpha, beta and diag."""
     second, added = (None if t is None else Matrices.of(t) for t in (B, C))
     return ProductCall(op, Matrices.of(A), second, added, Matrices.of(out), *scalars)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A symmetric product of integers, so that its result is exact."""
+
+    call: ProductCall
+    tensors: list[Tensor]
+    out: Tensor
+    start: Tensor
+    expected: Tensor
+    around: Tensor
+
+    def begin(self) -> None:
+        """Have in ``out`` what is there before the product: C, or what must not stay."""
+        self.out.copy_(self.start)
+
+    def verify(self, seed: int | None) -> None:
+        """Demand the result, and nothing changed beside it."""
+        assert torch.equal(self.out, self.expected), (seed, (self.out.double() - self.expected).abs().max())
+        assert torch.equal(beyond(self.out), self.around)
+
+
+def symmetric_case(
+    op: str,
+    batch: int,
+    m: int,
+    n: int,
+    *,
+    dtype: str = "bf16",
+    out_dtype: str = "bf16",
+    by_columns: bool = False,
+    padding: int = 8,
+    added: str = "",
+) -> Case:
+    """``added`` is "" for no C, "C", or "out" for C in the result's place."""
+    square = op != "gram"
+    A = fill(matrices(batch, m, n, dtype, by_columns=by_columns, padding=padding), 1, symmetric=square)
+    B = fill(matrices(batch, m, n, dtype, padding=padding), 2, symmetric=True) if square else None
+    out = matrices(batch, m, m, out_dtype, padding=padding)
+    separate = fill(matrices(batch, m, m, out_dtype, padding=padding), 3, symmetric=True)
+    C = {"": None, "C": separate, "out": out}[added]
+    alpha, beta, diag = 2.0, 3.0 if added else 0.0, -5.0
+    product = A.double() @ (A.mT if B is None else B).double()
+    lower = alpha * product + beta * separate.double() + diag * torch.eye(m, dtype=torch.float64)
+    expected = (lower.tril() + lower.tril(-1).mT).to(out.dtype)
+    start = separate if added == "out" else torch.full_like(out, torch.nan)
+    tensors = [tensor for tensor in (A, B, separate, out) if tensor is not None]
+    return Case(call_of(op, A, B, C, out, alpha, beta, diag), tensors, out, start, expected, beyond(out))
 
 
 def execute(
