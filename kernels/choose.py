@@ -179,20 +179,23 @@ def heuristic_choice(problem: Problem, coefficients: CoefficientSet | None = Non
     * Form: standard below an aspect of :data:`NEAR_SQUARE`, and in half precision below m = :data:`TINY`; else
       Gram with :func:`default_restarts`.
     * Products: on a CPU, lower blocks from m = 512 on — panels, or halves in fp32 and fp64 from m = 1024 — of
-      192 rows, more from m = 2048; whole products below, and on any other device until it is tuned.
+      192 rows, 256 in half precision, more for the largest m; whole products below, and on any other device until
+      it is tuned.
     * Batches: one matrix at a time from m = 512 on a CPU, where a single product fills it; else together.
 
     ``coefficients`` are needed for a caller's own list; a named set is found from the problem.
     """
     coefficients = coefficients or coefficients_of(problem.coefficients)
-    tiny = problem.m < TINY and problem.dtype in ("bf16", "fp16")
+    half = problem.dtype in ("bf16", "fp16")
+    tiny = half and problem.m < TINY
     gram_form = problem.n >= NEAR_SQUARE * problem.m and not tiny and coefficients is not None
     restarts = default_restarts(coefficients, PRECISIONS[problem.dtype]) if gram_form and coefficients else ()
     large = problem.device.startswith("cpu") and problem.m >= 512
     products = ProductChoice("torch")
     if large:
-        split = "halves" if problem.dtype in ("fp32", "fp64") and problem.m >= 1024 else "panel"
-        products = ProductChoice("blocked", {"block": max(192, problem.m // 8), "split": split})
+        split = "panel" if half or problem.m < 1024 else "halves"
+        block = max(256 if half else 192, problem.m // 8)
+        products = ProductChoice("blocked", {"block": block, "split": split})
     return NSChoice(
         method="gram" if gram_form else "standard",
         restarts=restarts,

@@ -47,7 +47,7 @@ def gram_ns(
     The result does not depend on G's scale. A zero matrix gives zero; a NaN or Inf makes its own matrix NaN
     and leaves the others of a batch alone. G is only read, and no gradient flows through. Beyond the result,
     memory holds one copy of G in the working precision and four m×m matrices per matrix (m the smaller side),
-    and what torch's own products need meanwhile.
+    their rows padded where that is faster, and what torch's own products need meanwhile.
 
     Args:
         G: fp64, fp32, bf16 or fp16; at least 2-D; any strides; m > n as well as m < n.

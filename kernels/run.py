@@ -35,6 +35,11 @@ _CACHE_BYTES = 16 << 20
 """What a batch's matrices may take together on a CPU: half of a last-level cache, about. More gains nothing, and
 costs memory; much less leaves threads without enough matrices."""
 
+_PAGE_BYTES, _CACHE_LINE_BYTES = 4096, 64
+"""Entries a page apart share few places of a CPU's first cache: a column of such rows does not fit. With rows one line
+longer, mirroring 512×512 in fp32 takes a third of the time, measured. Batches are not padded, nor half precision:
+torch copies batches that have gaps, and in bf16 all operands that do."""
+
 
 def run_ns(
     G: Tensor,
@@ -78,7 +83,10 @@ def run_ns(
     # Where products can scale G as they read it, no copy of it is made.
     norm = plain_norm(G, dtype) if out.dtype == dtype and out.data_ptr() != G.data_ptr() else None
     direct = norm is not None
-    working = out if direct and len(segments) == 1 else working_memory(G.shape, dtype, G.device)
+    if direct and len(segments) == 1:
+        working = out
+    else:
+        working = working_memory(tuple(G.shape), dtype, G.device, lone=G.ndim == 2)
     spare = _spare(out, dtype)
     # X moves between `working` and `spare` at every apply; the last must land where the result is wanted.
     start, other = working, spare
@@ -93,8 +101,7 @@ def run_ns(
     source, X, Y, result = (None if t is None else _matrices(t, tall) for t in (given, start, other, out))
     assert source is not None and X is not None and result is not None
     # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
-    buffers, m = 3 if choice.method == "standard" else 4, X.shape[-2]
-    grams = working_memory((buffers, *X.shape[:-2], m, m), dtype, G.device)
+    grams = _grams(3 if choice.method == "standard" else 4, X)
     _iterate(source, 1 / norm if norm else 1.0, X, Y, result, grams, segments, _Products(choice, strict))
     return out
 
@@ -145,8 +152,7 @@ def run_prepared(
     *before, last = _segments(coefficients.steps, _restarts(choice, coefficients))
     tall, products = X.shape[-2] > X.shape[-1], _Products(choice, False)
     source = _matrices(X, tall)
-    buffers, m = 3 if choice.method == "standard" else 4, source.shape[-2]
-    free = list(working_memory((buffers, *source.shape[:-2], m, m), X.dtype, X.device))
+    free = _grams(3 if choice.method == "standard" else 4, source)
     if before:
         target = _matrices(working_memory(tuple(X.shape), X.dtype, X.device), tall)
     for steps in before:
@@ -161,13 +167,22 @@ def _restarts(choice: NSChoice, coefficients: CoefficientSet) -> range | tuple[i
     return range(1, len(coefficients)) if choice.method == "standard" else choice.restarts
 
 
-def working_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Working memory; on a GPU with rows padded to LINE_BYTES."""
-    if device.type != "cuda":
-        return torch.empty(shape, dtype=dtype, device=device)
-    unit = LINE_BYTES // dtype.itemsize
-    line = -(-shape[-1] // unit) * unit
-    return torch.empty(*shape[:-1], line, dtype=dtype, device=device)[..., : shape[-1]]
+def working_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, lone: bool = False
+) -> Tensor:
+    """Working memory, its rows padded to LINE_BYTES on a GPU, and for ``lone`` matrices on a CPU where that pays."""
+    row = shape[-1] * dtype.itemsize
+    if device.type == "cuda":
+        row = -(-row // LINE_BYTES) * LINE_BYTES
+    elif lone and dtype.itemsize >= 4 and row >= _PAGE_BYTES and row % (_PAGE_BYTES // 2) == 0:
+        row += _CACHE_LINE_BYTES
+    return torch.empty(*shape[:-1], row // dtype.itemsize, dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def _grams(count: int, X: Tensor) -> list[Tensor]:
+    """``count`` working matrices, (…, m, m) for X (…, m, n)."""
+    m = X.shape[-2]
+    return list(working_memory((count, *X.shape[:-2], m, m), X.dtype, X.device, lone=X.ndim == 2))
 
 
 def _together(G: Tensor, loop: bool, dtype: torch.dtype) -> int:
@@ -269,15 +284,14 @@ def _iterate(
     X: Tensor,
     Y: Tensor | None,
     result: Tensor,
-    grams: Tensor,
+    free: list[Tensor],
     segments: list[tuple[Triple, ...]],
     products: _Products,
 ) -> None:
     """Run all segments on scale·``source`` (2-D or 3-D); the orthogonalised matrix lands in ``result``.
 
-    X and Y are scratch; ``source`` may be X, and else is only read.
+    X, Y and the ``free`` m×m matrices are scratch; ``source`` may be X, and else is only read.
     """
-    free = list(grams)
     for k, steps in enumerate(segments):
         Q, shift = _polynomial(source, scale, free, steps, products)
         last = k == len(segments) - 1

@@ -208,6 +208,8 @@ def test_the_heuristics_are_as_documented() -> None:
     assert choice(100, 400, "fp16").restarts == (2,)
     assert choice(511, 2048).gram.backend == "torch"
     assert choice(512, 2048).gram.config == {"block": 192, "split": "panel"}
+    assert choice(1024, 4096).gram.config == {"block": 192, "split": "halves"}
     assert choice(2048, 8192).gram.config == {"block": 256, "split": "halves"}
+    assert choice(1024, 4096, "bf16").gram.config == {"block": 256, "split": "panel"}
     assert choice(512, 2048, batch=3).loop and not choice(511, 2048, batch=3).loop
     assert choice(4096, 8192, device="cuda:X").gram.backend == "torch"

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from dmuon.kernels import polar_express
 from dmuon.kernels.choose import NSChoice, ProductChoice
 from dmuon.kernels.restarts import default_restarts
-from dmuon.kernels.run import run_ns
+from dmuon.kernels.run import run_ns, working_memory
 
 SLACK = 1 << 19
 """Bytes for norms and for the smallest panels."""
@@ -65,6 +65,37 @@ def test_the_budget_holds(
     run_ns(G, choice, polar_express(), working, out)
     peak = peak_bytes(lambda: run_ns(G, choice, polar_express(), working, out), tmp_path)
     assert peak <= budget + SLACK
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "lone", "row"),
+    [
+        ((4, 1024, 1024), torch.float32, True, 1024 + 16),
+        ((4, 1536, 1536), torch.float32, True, 1536 + 16),
+        ((512, 512), torch.float64, True, 512 + 8),
+        ((4, 512, 512), torch.float32, True, 512),
+        ((4, 1100, 1100), torch.float32, True, 1100),
+        ((4, 2048, 2048), torch.bfloat16, True, 2048),
+        ((4, 2, 1024, 1024), torch.float32, False, 1024),
+    ],
+)
+def test_columns_of_large_matrices_do_not_share_places_of_a_cache(
+    shape: tuple[int, ...], dtype: torch.dtype, lone: bool, row: int
+) -> None:
+    memory = working_memory(shape, dtype, torch.device("cpu"), lone=lone)
+    assert memory.shape == shape and memory.stride(-2) == row and memory.stride(-1) == 1
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(1024, 2048), (2048, 1024)], ids=str)
+def test_padding_costs_a_cache_line_a_row(shape: tuple[int, int], method: str, tmp_path: Path) -> None:
+    G, out = torch.randn(shape), torch.empty(shape)
+    choice = NSChoice(method)
+    peak = peak_bytes(lambda: run_ns(G, choice, polar_express(), torch.float32, out), tmp_path)
+    copy = G.numel() + 16 * shape[0] if method == "standard" else 0
+    assert peak <= 4 * (copy + (4 if method == "gram" else 3) * 1024 * (1024 + 16)) + SLACK
+    expected = run_ns(G.double(), choice, polar_express(), torch.float64)
+    assert (out - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_a_lone_fp32_matrix_is_read_where_it_lies(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ TILES = {"kernel": "symmetric", "block": 64, "block_k": 32, "warps": 4, "stages"
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What working memory holds at first must not matter."""
 
-    def memory(*args: Any) -> torch.Tensor:
-        return working_memory(*args).fill_(torch.nan)
+    def memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return working_memory(*args, **kwargs).fill_(torch.nan)
 
     monkeypatch.setattr("dmuon.kernels.run.working_memory", memory)
 
