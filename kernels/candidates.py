@@ -8,10 +8,17 @@ from typing import Any
 import torch
 
 from dmuon.kernels.backends import BACKENDS
-from dmuon.kernels.choose import NEAR_SQUARE, TINY, NSChoice, Problem, ProductChoice, heuristic_choice
+from dmuon.kernels.choose import (
+    NEAR_SQUARE,
+    TINY,
+    NSChoice,
+    Problem,
+    ProductChoice,
+    computing_dtype,
+    heuristic_choice,
+)
 from dmuon.kernels.coefficients import CoefficientSet
 from dmuon.kernels.gpu.arch import Arch, arch_of
-from dmuon.kernels.precision import PRECISIONS
 from dmuon.kernels.restarts import default_restarts
 
 MIXED_LIMIT = 768
@@ -56,9 +63,10 @@ def ns_candidates(
 
 
 def _forms(problem: Problem, coefficients: CoefficientSet) -> Iterator[tuple[str, tuple[int, ...]]]:
-    half = problem.dtype in ("bf16", "fp16")
+    dtype = computing_dtype(problem)
+    half = dtype.itemsize == 2
     if problem.n >= (NEAR_SQUARE if half else 1.0) * problem.m and not (half and problem.m < TINY):
-        yield "gram", default_restarts(coefficients, PRECISIONS[problem.dtype])
+        yield "gram", default_restarts(coefficients, dtype)
     if problem.n < 3 * problem.m or problem.m < TINY:
         yield "standard", ()
 

@@ -101,7 +101,7 @@ def choose_ns(
         return replace(choice, method="standard", restarts=())
     if method == "gram" and choice.method != "gram":
         return replace(
-            choice, method="gram", restarts=default_restarts(coefficients, PRECISIONS[problem.dtype])
+            choice, method="gram", restarts=default_restarts(coefficients, computing_dtype(problem))
         )
     return choice
 

@@ -28,7 +28,7 @@ from dmuon.kernels.backends.compiled import LINE_BYTES
 from dmuon.kernels.choose import NSChoice, ProductChoice
 from dmuon.kernels.coefficients import CoefficientSet, Triple
 from dmuon.kernels.gpu.binary import Unsupported
-from dmuon.kernels.normalize import normalized_copy, plain_norm
+from dmuon.kernels.normalize import SMALLEST_PANEL, plain_norm, scaled_copy
 from dmuon.kernels.precision import precision_name
 
 _CACHE_BYTES = 16 << 20
@@ -95,14 +95,14 @@ def run_ns(
     if start is not working and start is not out and out.data_ptr() == G.data_ptr():
         # A copy of G in its own memory, in another dtype: it would overwrite what it still has to read.
         start, other = working, None
-    given = G if direct else normalized_copy(G, start)
+    given, scale = (G, 1 / norm) if norm is not None else (start, scaled_copy(G, start))
 
     tall = G.shape[-2] > G.shape[-1]
     source, X, Y, result = (None if t is None else _matrices(t, tall) for t in (given, start, other, out))
     assert source is not None and X is not None and result is not None
     # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
     grams = _grams(3 if choice.method == "standard" else 4, X)
-    _iterate(source, 1 / norm if norm else 1.0, X, Y, result, grams, segments, _Products(choice, strict))
+    _iterate(source, scale, X, Y, result, grams, segments, _Products(choice, strict))
     return out
 
 
@@ -302,7 +302,8 @@ def _iterate(
             X, Y = Y, X
         else:
             panel = next(buffer for buffer in free if buffer is not Q)
-            _apply_by_panels(Q, X, result if last else X, panel, shift, products)
+            _apply_by_panels(Q, source, result if last else X, panel, scale, shift, products)
+            source, scale = X, 1.0
             continue
         if last and result.dtype != X.dtype:
             result.copy_(X)
@@ -344,11 +345,14 @@ def _apply(Q: Tensor, X: Tensor, target: Tensor, scale: float, shift: float, pro
 
 
 def _apply_by_panels(
-    Q: Tensor, X: Tensor, target: Tensor, panel: Tensor, shift: float, products: _Products
+    Q: Tensor, X: Tensor, target: Tensor, panel: Tensor, scale: float, shift: float, products: _Products
 ) -> None:
-    """The same, m columns at a time through ``panel``; ``target`` may be X, and may be of another dtype."""
-    m, n = X.shape[-2:]
-    for start in range(0, n, m):
-        part = slice(start, min(start + m, n))
+    """The same, m columns at a time through ``panel``, or some more at a time if that is little memory; ``target``
+    may be X, and may be of another dtype."""
+    n, width = X.shape[-1], SMALLEST_PANEL // X[..., 0].numel()
+    if width > panel.shape[-1]:
+        panel = X.new_empty(*X.shape[:-1], min(width, n))
+    for start in range(0, n, panel.shape[-1]):
+        part = slice(start, min(start + panel.shape[-1], n))
         columns = panel[..., : part.stop - start]
-        target[..., part].copy_(_apply(Q, X[..., part], columns, 1.0, shift, products))
+        target[..., part].copy_(_apply(Q, X[..., part], columns, scale, shift, products))

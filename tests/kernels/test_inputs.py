@@ -206,6 +206,8 @@ def test_the_heuristics_are_as_documented() -> None:
     assert choice(100, 149).method == "standard"
     assert choice(100, 150).method == "gram"
     assert choice(100, 400, "fp16").restarts == (2,)
+    assert choice(128, 512, "bf16").restarts == choice(128, 130, "bf16").restarts == ()
+    assert choice(129, 512, "bf16").restarts == choice(128, 512, "bf16", batch=2).restarts == (1, 3)
     assert choice(511, 2048).gram.backend == "torch"
     assert choice(512, 2048).gram.config == {"block": 192, "split": "panel"}
     assert choice(1024, 4096).gram.config == {"block": 192, "split": "halves"}
