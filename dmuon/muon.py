@@ -244,7 +244,7 @@ class Muon(torch.optim.Optimizer):
         if self._owned is None:
             self._check(model)
         else:
-            self._owned.finish(partial(self._check, model))
+            self._owned.finish("Muon.step", partial(self._check, model))
             self._owned.settle(model)
         if is_due(self.param_groups, self._owned):
             self._matrix_step.rounding.reseed()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_NOTHING = "nothing"
 _ADVICE = "Every rank must build the same model and pass the same arguments to dmuon.own"
 
 
@@ -85,8 +86,11 @@ class Control:
             rank, text = next(iter(failed.items()))
             raise RuntimeError(f"{what} failed on rank {rank}: {text}")
         for rank, other in enumerate(every):
-            for key in (key for key in every[0] if every[0][key] != other[key]):
-                here, there = _difference(every[0][key], other[key])
+            for key in every[0] | other:
+                here, there = every[0].get(key, _NOTHING), other.get(key, _NOTHING)
+                if here == there:
+                    continue
+                here, there = _difference(here, there)
                 raise RuntimeError(
                     f"ranks disagree on the {key}: rank 0 has {here}, rank {rank} has {there}. {advice}"
                 )
@@ -105,9 +109,8 @@ def _difference(here: Any, there: Any) -> tuple[Any, Any]:
     """The first entries that differ where both are lists; else both as they are."""
     if not (isinstance(here, list) and isinstance(there, list)):
         return here, there
-    nothing = "nothing"
     for k in range(max(len(here), len(there))):
-        ours, theirs = (side[k] if k < len(side) else nothing for side in (here, there))
+        ours, theirs = (side[k] if k < len(side) else _NOTHING for side in (here, there))
         if ours != theirs:
             return ours, theirs
     return here, there

@@ -36,7 +36,6 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(*args, **kwargs)
         _check_scale("init_scale", self.get_scale())
         self._views: dict[torch.optim.Optimizer, _View] = {}
-        self._agreed: set[Owned] = set()
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -44,8 +43,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             ValueError: gradients are in fp16.
-            RuntimeError: it was called since the last :meth:`update`; or, in the first call for a model, the ranks'
-                scalers differ.
+            RuntimeError: it was called since the last :meth:`update`; or the ranks' scalers differ, or some have none.
         """
         super().unscale_(self._view(optimizer))
 
@@ -86,20 +84,22 @@ class GradScaler(torch.amp.GradScaler):
             _check_scale("scale", state_dict["scale"])
         super().load_state_dict(state_dict)
 
+    def _facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks beside the scale, which may be on a device: that is compared there."""
+        return {
+            "scaler's growth_factor": self.get_growth_factor(),
+            "scaler's backoff_factor": self.get_backoff_factor(),
+            "scaler's growth_interval": self.get_growth_interval(),
+        }
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_views": {}, "_agreed": set()}
+        return {**super().__getstate__(), "_views": {}}
 
     def _view(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What torch's scaler is to see of it; the same one until the next update, which it is told apart by."""
         if not isinstance(optimizer, Muon) or optimizer._owned is None:
             return optimizer
-        owned = optimizer._owned
-        if owned not in self._agreed:
-            # Once: ranks that are not all enabled would wait for each other; the scales are compared at each step.
-            facts = {"scaler's being enabled": self.is_enabled(), "scaler's state": self.state_dict()}
-            owned.control.agree(facts, "dmuon.GradScaler", "Every rank must make its GradScaler alike")
-            self._agreed.add(owned)
-        view = self._views.setdefault(optimizer, _View(self, optimizer, owned))
+        view = self._views.setdefault(optimizer, _View(self, optimizer, optimizer._owned))
         return cast(torch.optim.Optimizer, view)
 
 
@@ -123,7 +123,7 @@ class _View:
                 "gradients of owned parameters in fp16 cannot be unscaled: own an fp32 model with "
                 "compute_dtype=torch.float16"
             )
-        self._owned.finish()
+        self._owned.finish("GradScaler.unscale_", self._scaler._facts)
         self._owned.end_accumulation()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         weights = [self._owned.masters_of.get(parameter, parameter) for parameter in parameters]

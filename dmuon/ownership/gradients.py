@@ -48,7 +48,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     if owned is None:
         plain = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return plain.full_tensor() if isinstance(plain, DTensor) else plain
-    owned.finish()
+    owned.finish("clip_grad_norm_")
     owned.settle(model)
     masters = [master.grad for master in owned.masters.values() if master.grad is not None]
     sharing = owned.tensor_parallel.size if owned.tensor_parallel else 1

@@ -272,13 +272,13 @@ class Owned:
         lines += [f"  {note}" for note in self.plan.notes]
         return "\n".join(lines)
 
-    def finish(self, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        """Bring all gradients to the masters. ``Muon.step`` and ``clip_grad_norm_`` do it. Collective.
+    def finish(self, call: str, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Bring all gradients to the masters. Collective, by the same ``call`` of the user's on all ranks.
 
         Before, ``check`` may raise what is wrong on this rank, and returns what must be equal on all.
         """
         with self.statistics.phase("finish"):
-            self._runtime.finish(check)
+            self._runtime.finish(call, check)
 
     def end_accumulation(self) -> None:
         """Warn if anything is added to the gradients before they are dropped: a step has had them, or skips them.
@@ -297,7 +297,7 @@ class Owned:
     def zero_grad(self) -> None:
         """Drop all owned gradients, those under way included. ``Muon.zero_grad`` does it. Collective."""
         self._reducer.stepped = False
-        self.finish()
+        self.finish("zero_grad")
         for master in self.masters.values():
             master.grad = None
 

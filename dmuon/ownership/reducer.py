@@ -78,22 +78,23 @@ class Reducer:
             self._open = False
             self._send_until(self._needed_rounds())
 
-    def finish(self, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def finish(self, call: str, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Bring this step's gradients to the masters. Collective: every rank calls it as often as the others.
 
         A parameter that had no gradient on any rank gets none.
 
         Args:
+            call: what the user has called, the same on all ranks.
             check: raises what is wrong on this rank, and returns what must be equal on all.
 
         Raises:
             RuntimeError: an owned parameter has been changed or removed, on this rank or on another; ``check`` raised
-                on another rank, or ranks differ in what it returned.
+                on another rank; or ranks differ in the call or in what ``check`` returned.
             Exception: what ``check`` raises.
         """
         matrices = [matrix for bucket in self._buckets for matrix in bucket.matrices]
         failure: Exception | None = None
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {"call": call}
         try:
             facts |= check() if check else {}
             self._presence.check()
@@ -106,8 +107,8 @@ class Reducer:
             [failure is not None, mine, -mine, self._needed_rounds(), *arrivals]
         )
         if failed or most != -least:
-            advice = "Give the optimizer equal groups and options on all ranks"
-            self._control.agree(failure or facts, "the step", advice)
+            advice = "All ranks must clip, scale losses and step alike, with equal groups and options"
+            self._control.agree(failure or facts, call, advice)
         self._send_until(rounds)
         while self._pending:
             self._absorb_oldest()

@@ -35,7 +35,7 @@ class Runtime:
                 arrived = partial(self._arrived, index, matrix)
                 matrix.parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
-    def finish(self, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def finish(self, call: str, check: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Bring the gradients of all backwards since the last call to the masters. Collective.
 
         ``check`` may raise before, and returns what must be equal on all ranks; all of them give one, or none does.
@@ -43,7 +43,7 @@ class Runtime:
         if self._used or check is not None:
             self._used = self._in_backward = False
             self._calls = [0] * len(self._calls)
-            self._reducer.finish(check)
+            self._reducer.finish(call, check)
 
     def _arrived(self, index: int, matrix: OwnedMatrix, parameter: Tensor) -> None:
         if not self._publisher.shown(index):

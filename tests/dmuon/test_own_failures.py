@@ -222,4 +222,4 @@ def one_rank_fails() -> str:
 def test_what_one_rank_finds_at_a_step_all_raise() -> None:
     first, second = run_ranks(2, one_rank_fails)
     assert second.startswith("RuntimeError: owned parameter 'blocks.0.up.weight' has been replaced")
-    assert first.startswith(f"RuntimeError: the step failed on rank 1: {second}")
+    assert first.startswith(f"RuntimeError: Muon.step failed on rank 1: {second}")

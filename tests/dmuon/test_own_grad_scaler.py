@@ -174,11 +174,12 @@ def disagreeing() -> dict[str, tuple[str, bool]]:
     optimizer = dmuon.Muon(model, lr=0.1)
     tokens, targets = batch(0, 2)
 
-    def attempt(scaler: torch.amp.GradScaler, unscale: bool = False) -> tuple[str, bool]:
+    def attempt(scaler: torch.amp.GradScaler, unscale: bool = False, clip: bool = False) -> tuple[str, bool]:
         before = {name: master.detach().clone() for name, master in owned.masters.items()}
         optimizer.zero_grad()
         scaler.scale(loss_of(model(tokens), targets)).backward()
         told = outcome(lambda: scaler.unscale_(optimizer)) if unscale else ""
+        told = told or (outcome(lambda: dmuon.clip_grad_norm_(model, 1.0)) if clip else "")
         told = told or outcome(lambda: scaler.step(optimizer))
         return told, all(torch.equal(master, before[name]) for name, master in owned.masters.items())
 
@@ -186,6 +187,8 @@ def disagreeing() -> dict[str, tuple[str, bool]]:
     found["unscale"] = attempt(dmuon.GradScaler("cpu", growth_factor=(2.0, 3.0)[rank]), unscale=True)
     found["enabled"] = attempt(dmuon.GradScaler("cpu", enabled=rank == 0))
     found["enabled, unscale"] = attempt(dmuon.GradScaler("cpu", enabled=rank == 1), unscale=True)
+    found["clipped"] = attempt(dmuon.GradScaler("cpu", enabled=rank == 0), unscale=True, clip=rank == 1)
+    found["one clips"] = attempt(dmuon.GradScaler("cpu", enabled=False), clip=rank == 0)
     scaler = dmuon.GradScaler("cpu", init_scale=8.0)
     found["equal"] = attempt(scaler)
     scaler.update(8.0 if rank else 16.0)
@@ -204,16 +207,17 @@ def test_ranks_whose_scalers_differ_all_raise() -> None:
     for found in run_ranks(2, disagreeing):
         assert found.pop("equal") == found.pop("equal again") == ("", False)
         assert all(unmoved for _, unmoved in found.values()), found
-        told = {way: text for way, (text, _) in found.items()}
-        assert all(text.startswith("RuntimeError: ranks disagree on the scale") for text in told.values()), (
-            told
-        )
-        assert "'scale': 64.0" in told["init"] and "'scale': 1024.0" in told["init"]
-        assert "'growth_factor': 3.0" in told["unscale"] and "make its GradScaler alike" in told["unscale"]
-        assert "being enabled: rank 0 has True, rank 1 has False" in told["enabled"]
-        assert "being enabled: rank 0 has False, rank 1 has True" in told["enabled, unscale"]
-        assert "rank 0 has 16, rank 1 has 8" in told["update"]
-        assert "rank 0 has 8, rank 1 has 4" in told["loaded"]
+        told = {
+            way: text.partition("RuntimeError: ranks disagree on the ")[2] for way, (text, _) in found.items()
+        }
+        assert "scale: rank 0 has 64, rank 1 has 1024. " in told["init"]
+        assert "scaler's growth_factor: rank 0 has 2.0, rank 1 has 3.0. " in told["unscale"]
+        assert "call: rank 0 has GradScaler.unscale_, rank 1 has Muon.step. All " in told["enabled"]
+        assert "call: rank 0 has Muon.step, rank 1 has GradScaler.unscale_. All " in told["enabled, unscale"]
+        assert "call: rank 0 has GradScaler.unscale_, rank 1 has clip_grad_norm_. " in told["clipped"]
+        assert "call: rank 0 has clip_grad_norm_, rank 1 has Muon.step. " in told["one clips"]
+        assert "scale: rank 0 has 16, rank 1 has 8. " in told["update"]
+        assert "scale: rank 0 has 8, rank 1 has 4. " in told["loaded"]
 
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 1e39, "x", None])

@@ -58,12 +58,12 @@ WRONG: dict[str, tuple[Callable[[dmuon.Muon], Any], str, str]] = {
     ),
     "bad": (
         lambda o: o.param_groups[1].update(lr=-1.0),
-        "the step failed on rank 1: ValueError: lr must be at least 0 and finite, got -1.0",
+        "Muon.step failed on rank 1: ValueError: lr must be at least 0 and finite, got -1.0",
         "ValueError: lr must be at least 0 and finite, got -1.0",
     ),
     "left out": (
         shorten,
-        "the step failed on rank 1: RuntimeError: owned parameter 'blocks.0.experts' is in no group of the optimizer",
+        "Muon.step failed on rank 1: RuntimeError: owned parameter 'blocks.0.experts' is in no group of the optimizer",
         "RuntimeError: owned parameter 'blocks.0.experts' is in no group",
     ),
 }

@@ -94,7 +94,7 @@ def test_a_module_that_was_replaced_is_found_at_the_step() -> None:
         assert "parameter 'blocks.2.norm.weight' is not in the model any more" in found["removed"]
         assert "owned parameter 'blocks.1.q.weight' is not in the model any more" in found["inside"]
     assert "owned parameter 'mixer.weight' is not in the model any more" in second["one rank"]
-    assert first["one rank"] == f"RuntimeError: the step failed on rank 1: {second['one rank']}"
+    assert first["one rank"] == f"RuntimeError: Muon.step failed on rank 1: {second['one rank']}"
 
 
 def wrapped_later() -> float:

@@ -278,7 +278,7 @@ def memory(nodes: int) -> dict[str, Any]:
         block.register_forward_pre_hook(lambda *_: look("forward"))
         block.register_full_backward_pre_hook(lambda *_: look("backward"))
     model(batch).square().mean().backward()
-    owned.finish()
+    owned.finish("test")
     look("finished")
     optimizer.step()
     optimizer.zero_grad()

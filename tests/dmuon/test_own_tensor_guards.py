@@ -159,7 +159,7 @@ def partial_gradient() -> tuple[float, float]:
     distribute_module(layer, mesh["tp"], input_fn=_enter, output_fn=lambda _, output, __: output.to_local())
     owned = dmuon.own(model, mesh["shard"], compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model(rows).float().square().sum().backward()
-    owned.finish()
+    owned.finish("test")
     expected = torch.zeros(64, 64)
     for part in rows.chunk(2):
         alone = weight.bfloat16().requires_grad_()

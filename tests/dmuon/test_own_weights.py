@@ -132,7 +132,7 @@ def crossings() -> dict[str, Any]:
     dist.all_to_all_single = counted("gradients", dist.all_to_all_single, 1)
     tokens, targets = batch(0, 2)
     loss_of(model(tokens), targets).backward()
-    owned.finish()
+    owned.finish("test")
     inside = set(dist.get_process_group_ranks(mesh.get_group("shard")))
     found: Counter[tuple[str, str]] = Counter()
     for kind, moved in counts.items():
