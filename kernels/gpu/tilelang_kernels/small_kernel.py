@@ -75,14 +75,6 @@ def small_gram_ns(
         return T.call_extern("float32", f"dmuon::block_fold<{sums}>", value, T.address_of(scratch[0]))
 
     @T.macro
-    def round_to(total, S):
-        """Store a symmetric result by its lower triangle, so that rounding leaves it symmetric."""
-        for y, x in T.Parallel(side, side):
-            if y >= x:
-                S[y, x] = total[y, x]
-                S[x, y] = total[y, x]
-
-    @T.macro
     def multiply(A, B, total):
         T.clear(total)
         T.gemm(A, B, total)
@@ -102,7 +94,7 @@ def small_gram_ns(
                     total[y, x] = total[y, x] + T.if_then_else(y == x and y < rows, steps[k][0], 0.0)
             # TileLang may have laid Q where R was.
             T.sync_threads()
-            round_to(total, factor)
+            T.copy(total, factor)
             T.sync_threads()
             if k > 0:
                 multiply(P, Q, total)
@@ -110,10 +102,10 @@ def small_gram_ns(
                 T.sync_threads()
             if k < len(steps) - 1:
                 multiply(R, factor, total)
-                round_to(total, R)
+                T.copy(total, R)
                 T.sync_threads()
                 multiply(factor, R, total)
-                round_to(total, R)
+                T.copy(total, R)
                 T.sync_threads()
 
     @T.macro

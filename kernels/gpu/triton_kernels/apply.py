@@ -78,7 +78,9 @@ class ApplyFamily:
         return [
             choice
             for choice in choices
-            if _shared_bytes(choice, arch, 4) <= arch.shared_bytes and (_elementwise(choice) or not ragged)
+            if _shared_bytes(choice, arch, 4) <= arch.shared_bytes
+            and (_elementwise(choice) or not ragged)
+            and not _spills(choice, arch)
         ]
 
     def check(self, op: str, config: Mapping[str, Any]) -> None:
@@ -147,6 +149,12 @@ class ApplyFamily:
 
 
 APPLY = ApplyFamily()
+
+
+def _spills(config: Mapping[str, Any], arch: Arch) -> bool:
+    """Whether registers do not hold what mma.sync takes in one step beside 128 sums a thread, as a sweep has found."""
+    elements = config["block_m"] * config["block_n"]
+    return arch.capability[0] == 8 and config["block_k"] == 128 and elements == 128 * 32 * config["warps"]
 
 
 def _shared_bytes(config: Mapping[str, Any], arch: Arch, out_bytes: int) -> int:

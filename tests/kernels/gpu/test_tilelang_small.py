@@ -10,6 +10,7 @@ import torch
 from ptx import Memory, run
 from ptx.mutate import SYNCHRONISATION, survivors
 from ptx.report import Report
+from small_exact import rounded
 from spectra import DTYPES, SPECTRA, matrix
 from torch import Tensor
 from triton_products import beyond, compiled, matrices
@@ -103,27 +104,6 @@ def test_every_spectrum_of_more(
     arch: str, config: dict[str, Any], m: int, n: int, dtype: str, out_dtype: str
 ) -> None:
     check_spectra(arch, config, m, n, dtype, out_dtype, SPECTRA if m < 96 else ("gaussian", "decaying"))
-
-
-def rounded(X: Tensor, steps: tuple[tuple[float, float, float], ...], segments: tuple[int, ...]) -> Tensor:
-    """The iteration in fp64, rounded to fp16 where the kernel rounds: exactly its result, if its sums are exact."""
-
-    def half(value: Tensor) -> Tensor:
-        return value.half().double()
-
-    def mirrored(value: Tensor) -> Tensor:
-        return value.tril() + value.tril(-1).mT
-
-    one, first = torch.eye(X.shape[-2]).double(), 0
-    X = X.double()
-    for count in segments:
-        R, Q = half(X @ X.mT), one
-        for a, b, c in steps[first : first + count]:
-            P = half(c * R @ R + b * R + (a * one if count > 1 else 0))
-            Q, R = half(P @ Q), mirrored(half(P @ mirrored(half(R @ P))))
-        X = half(Q @ X + (steps[first][0] * X if count == 1 else 0))
-        first += count
-    return X
 
 
 def check_integers(
@@ -223,14 +203,29 @@ def test_configurations_can_be_built(arch: Any) -> None:
     assert SMALL.configs(128, 512, "fp16", arch)
 
 
+def spilled_bytes(arch: str, config: dict[str, Any], m: int, dtype: str, given: str) -> int:
+    X, out = torch.empty(1, m, 512, dtype=DTYPES[given]), torch.empty(1, m, 512, dtype=DTYPES[dtype])
+    used = resources_of(
+        compiled(SMALL.spec(call_of(X, out, dtype, normalize=given == "fp32"), config, ARCHS[arch]))
+    )
+    assert used.blocks_per_sm, used
+    return used.local_bytes
+
+
+def test_no_spills() -> None:
+    """Where registers are scarcest."""
+    assert not spilled_bytes("sm_90a", WIDE | {"panel": 32}, 128, "fp16", "fp16")
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize(("m", "config"), [(128, WIDE | {"panel": 32}), (64, MIDDLE)])
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_no_spills(arch: str, m: int, config: dict[str, Any]) -> None:
-    X = torch.empty(1, m, 512).half()
-    call = call_of(X, X, "fp16", steps=POLAR.steps[:2], restarts=())
-    used = resources_of(compiled(SMALL.spec(call, config, ARCHS[arch])))
-    assert used.local_bytes == 0 and used.blocks_per_sm, used
+@pytest.mark.parametrize("m", [32, 64, 128])
+def test_no_configuration_on_offer_spills(m: int, arch: str) -> None:
+    for config in SMALL.configs(m, 512, "fp16", ARCHS[arch]):
+        for dtype in ("fp16", "bf16"):
+            for given in (dtype, "fp32"):
+                assert not spilled_bytes(arch, config, m, dtype, given), (config, dtype, given)
 
 
 HARMLESS = {

@@ -9,6 +9,7 @@ import torch
 from ptx import Memory, run
 from ptx.mutate import mutants, survivors
 from ptx.report import Report
+from small_exact import rounded
 from spectra import DTYPES, SPECTRA, matrix
 from torch import Tensor
 from triton_products import beyond, compiled, matrices
@@ -97,24 +98,6 @@ def test_every_spectrum(
     assert report.stored == [0, out.numel() * out.itemsize]
     kinds = {name.split(".")[0] for name in report.mma}
     assert kinds == {"wgmma" if arch == "sm_90a" else "mma"}
-
-
-def rounded(X: Tensor, steps: tuple[tuple[float, float, float], ...], segments: tuple[int, ...]) -> Tensor:
-    """The iteration in fp64, rounded to fp16 where the kernel rounds: exactly its result, if its sums are exact."""
-
-    def half(value: Tensor) -> Tensor:
-        return value.half().double()
-
-    one, first = torch.eye(X.shape[-2]).double(), 0
-    X = X.double()
-    for count in segments:
-        R, Q = half(X @ X.mT), one
-        for a, b, c in steps[first : first + count]:
-            P = half(c * R @ R + b * R + (a * one if count > 1 else 0))
-            Q, R = half(P @ Q), half(P @ half(R @ P))
-        X = half(Q @ X + (steps[first][0] * X if count == 1 else 0))
-        first += count
-    return X
 
 
 @pytest.mark.parametrize(
