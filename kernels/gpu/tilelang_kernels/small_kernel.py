@@ -92,8 +92,7 @@ def small_gram_ns(
                 for y, x in T.Parallel(side, side):
                     # Not on the padding, where powers of a could overflow and make NaN of its zeros.
                     total[y, x] = total[y, x] + T.if_then_else(y == x and y < rows, steps[k][0], 0.0)
-            # TileLang may have laid Q where R was.
-            T.sync_threads()
+            # TileLang may have laid Q where R was, of which a warp has read no more than it overwrites.
             T.copy(total, factor)
             T.sync_threads()
             if k > 0:
