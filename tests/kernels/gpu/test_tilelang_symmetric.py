@@ -233,7 +233,7 @@ def test_resources(arch: Any) -> None:
             assert used.static_shared_bytes + binary.shared_bytes <= shared_bytes(config, "bf16", arch)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize(
@@ -245,8 +245,10 @@ def test_mutants_are_noticed(arch: str, kinds: tuple[str, ...], every: int) -> N
     def passes(binary: Binary) -> None:
         for seed in (None, 1, 2):
             # Slots are reused, the last step's lies where C will be staged, and an odd number of steps also runs what
-            # the compiler's unrolling leaves over; a last step that is full uses all of its descriptors.
-            for m, n in ((72, 776), (72, 200), (69, 64)):
+            # the compiler's unrolling leaves over; a last step that is full uses all of its descriptors. After two
+            # steps, copies of nothing are still under way to where C will be staged. The last two end within what the
+            # last of a thread's copies serve, one element into 16 bytes, and one before their end.
+            for m, n in ((72, 776), (72, 200), (72, 128), (121, 64), (127, 64)):
                 check("gram", arch, MIDDLE, 1, m, n, added="other", seed=seed, binary=binary)
 
     X, out = matrices(1, 100, 264, "bf16"), matrices(1, 100, 100, "bf16")
@@ -255,8 +257,9 @@ def test_mutants_are_noticed(arch: str, kinds: tuple[str, ...], every: int) -> N
     # Without effect: the commit of C's copies, for which TileLang waits with wait_all; fences of all but the first
     # wgmma; and in the unrolled loop's remainder, the giving back of a slot that nobody fills any more. Among each
     # seventh of the others: which half of a diagonal tile of X Xᵀ an element is read from, since both are equal to the
-    # bit (boundary, guard, two comparisons); 32-bit division in place of an equal 64-bit one; and which threads ask
-    # for a prefetch or store the same tile (the other comparisons).
+    # bit (guard, three of boundary, three comparisons); 32-bit division in place of an equal 64-bit one; the first tile
+    # of a band's triangle, which the formula for what is beside it gives as well (boundary); and which threads ask for
+    # a prefetch or store the same tile (the other comparisons).
     harmless = Counter({"copy commit": 1, "wgmma fence": 2, "wgmma wait": 1, "mbarrier arrive": 1})
-    harmless += Counter({"comparison": 5, "boundary": 3, "guard": 5})
+    harmless += Counter({"comparison": 5, "boundary": 4, "guard": 5})
     assert Counter(mutant.kind for mutant in lived) <= harmless, "\n".join(map(str, lived))
