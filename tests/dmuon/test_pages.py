@@ -65,7 +65,9 @@ def test_the_benchmarks_are_the_results() -> None:
         batch = f"{result['batch']} of " if result["batch"] > 1 else ""
         shape = f"{batch}{result['rows']}×{result['cols']}"
         rows.append(f"{shape} | {result['precision']} | {torchs:.1f} | {ours:.1f} | {torchs / ours:.2f}")
-    assert f"The other {len(rest)}, " in page and f" are at {min(rest):.2f} to {max(rest):.2f}. From\n" in page
+    assert (
+        f"The other {len(rest)}, " in page and f" are at {min(rest):.2f} to {max(rest):.2f}. From\n" in page
+    )
     for name, times in found["distributed"]["total_ms"].items():
         optimizer = found["distributed"]["optimizer_ms"][name]
         rows.append(f"{name} | {median(optimizer):.1f} | {median(times):.1f}")
