@@ -21,16 +21,20 @@ def plain_norm(G: Tensor, dtype: torch.dtype) -> float | None:
 
     So it is for a lone fp32 matrix on a CPU, where looking at a number costs nothing, whose squares are in range.
     """
-    if G.ndim != 2 or G.device.type != "cpu" or not G.dtype == dtype == torch.float32:
+    if G.dtype != dtype or not _scales_in_products(G, dtype):
         return None
     norm = float(_frobenius(G))
     return norm if _SAFE_NORMS[0] < norm < _SAFE_NORMS[1] else None
 
 
+def _scales_in_products(G: Tensor, dtype: torch.dtype) -> bool:
+    return G.ndim == 2 and G.device.type == "cpu" and dtype == torch.float32
+
+
 def scaled_copy(G: Tensor, out: Tensor) -> float:
     """Fill ``out`` (working dtype, G's shape (…, rows, cols)) with G but for a factor, and return the factor that
     gives each matrix of ``out`` norm 1: not 1 where :func:`plain_norm` finds one, which spares four passes."""
-    if G.dtype.itemsize < out.dtype.itemsize:
+    if G.dtype.itemsize < out.dtype.itemsize and _scales_in_products(G, out.dtype):
         norm = plain_norm(out.copy_(G), out.dtype)
         if norm is not None:
             return 1 / norm

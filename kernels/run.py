@@ -100,8 +100,7 @@ def run_ns(
     tall = G.shape[-2] > G.shape[-1]
     source, X, Y, result = (None if t is None else _matrices(t, tall) for t in (given, start, other, out))
     assert source is not None and X is not None and result is not None
-    # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
-    grams = _grams(3 if choice.method == "standard" else 4, X)
+    grams = _grams(choice, X)
     _iterate(source, scale, X, Y, result, grams, segments, _Products(choice, strict))
     return out
 
@@ -152,7 +151,7 @@ def run_prepared(
     *before, last = _segments(coefficients.steps, _restarts(choice, coefficients))
     tall, products = X.shape[-2] > X.shape[-1], _Products(choice, False)
     source = _matrices(X, tall)
-    free = _grams(3 if choice.method == "standard" else 4, source)
+    free = _grams(choice, source)
     if before:
         target = _matrices(working_memory(tuple(X.shape), X.dtype, X.device), tall)
     for steps in before:
@@ -179,9 +178,10 @@ def working_memory(
     return torch.empty(*shape[:-1], row // dtype.itemsize, dtype=dtype, device=device)[..., : shape[-1]]
 
 
-def _grams(count: int, X: Tensor) -> list[Tensor]:
-    """``count`` working matrices, (…, m, m) for X (…, m, n)."""
-    m = X.shape[-2]
+def _grams(choice: NSChoice, X: Tensor) -> list[Tensor]:
+    """The working matrices of ``choice``, (…, m, m) for X (…, m, n)."""
+    # One step needs R, P and a panel; more steps between restarts also carry Q and a scratch product.
+    count, m = 3 if choice.method == "standard" else 4, X.shape[-2]
     return list(working_memory((count, *X.shape[:-2], m, m), X.dtype, X.device, lone=X.ndim == 2))
 
 

@@ -258,8 +258,8 @@ def test_mutants_are_noticed(arch: str, kinds: tuple[str, ...], every: int) -> N
     # wgmma; and in the unrolled loop's remainder, the giving back of a slot that nobody fills any more. Among each
     # seventh of the others: which half of a diagonal tile of X Xᵀ an element is read from, since both are equal to the
     # bit (guard, three of boundary, three comparisons); 32-bit division in place of an equal 64-bit one; the first tile
-    # of a band's triangle, which the formula for what is beside it gives as well (boundary); and which threads ask for
-    # a prefetch or store the same tile (the other comparisons).
+    # of a band's triangle, which the formula for what is beside it gives as well (boundary, met on sm_80); and which
+    # threads ask for a prefetch or store the same tile (the other comparisons).
     harmless = Counter({"copy commit": 1, "wgmma fence": 2, "wgmma wait": 1, "mbarrier arrive": 1})
-    harmless += Counter({"comparison": 5, "boundary": 4, "guard": 5})
+    harmless += Counter({"comparison": 5, "boundary": 4 if arch == "sm_80" else 3, "guard": 5})
     assert Counter(mutant.kind for mutant in lived) <= harmless, "\n".join(map(str, lived))
